@@ -1,0 +1,300 @@
+/* common.h - vectors, loads and stores, exact division.  OpenCL C 1.2.
+
+Every kernel file of this folder includes it first.  It defines no kernel.
+
+A TEAM is LANES consecutive work-items of one work-group that serve one block of
+elements together; each takes VEC consecutive elements at a time.  All variants
+of a kernel are one body at different points of (VEC, LANES):
+    base    VEC 1, one team or a few a work-group, reduction in local memory (team.h)
+    vector  VEC 8 to 16 bytes, several teams in a work-group
+    row     VEC 8 or 16, LANES 1: one work-item walks whole blocks (CPU drivers)
+
+Macros (all have defaults but WG and X_TYPE)
+    WG       local size; the kernels carry reqd_work_group_size(WG, 1, 1)
+    VEC      1, 2, 4, 8, 16      elements a work-item handles at a time
+    LANES    1..WG, a divisor of WG; a power of two when SHUFFLE is not 0
+    ALIGNED  1: every VEC-wide access lies on a multiple of its own size
+    X_TYPE   F32 | BF16 | F16    element type of the float side
+    DIVIDE   DIVIDE_NATIVE: `/` is correctly rounded on this device
+             DIVIDE_FMA: fma() is correctly rounded for normal operands
+             DIVIDE_INT: neither; long division in integers, right everywhere
+    HALF     1: the type `half` converts to and from float correctly; 0: integers do it
+    SHUFFLE  0: teams reduce in local memory; else see vendor.h
+    SUBGROUP_SIZE  n: ask for this sub-group size (cl_intel_required_subgroup_size)
+Needs: OpenCL C 1.2.
+*/
+#pragma OPENCL FP_CONTRACT OFF /* a contracted a*b+c changes the bytes */
+
+#define F32 1
+#define BF16 2
+#define F16 3
+#define DIVIDE_NATIVE 0
+#define DIVIDE_FMA 1
+#define DIVIDE_INT 2
+
+#ifndef WG
+#error "WG: the local size is required"
+#endif
+#ifndef X_TYPE
+#error "X_TYPE: F32, BF16 or F16 is required"
+#endif
+#ifndef VEC
+#define VEC 1
+#endif
+#ifndef LANES
+#define LANES WG
+#endif
+#ifndef ALIGNED
+#define ALIGNED 0
+#endif
+#ifndef DIVIDE
+#define DIVIDE DIVIDE_INT
+#endif
+#ifndef HALF
+#define HALF 0
+#endif
+#ifndef SHUFFLE
+#define SHUFFLE 0
+#endif
+#if HALF && defined(cl_khr_fp16)
+#pragma OPENCL EXTENSION cl_khr_fp16 : enable
+#endif
+
+#include "vendor.h"
+
+/* ---- vectors of VEC elements; plain scalars when VEC is 1 ---- */
+
+#define CAT_(a, b) a##b
+#define CAT(a, b) CAT_(a, b)
+#if VEC == 1
+#define V(type) type
+#define VSUFFIX
+#define first(v) (v)
+#define vload_any(p) (*(p))
+#define vstore_any(v, p) (*(p) = (v))
+#else
+#define V(type) CAT(type, VEC)
+#define VSUFFIX VEC
+#define first(v) ((v).s0)
+#define vload_any(p) CAT(vload, VEC)(0, p)
+#define vstore_any(v, p) CAT(vstore, VEC)(v, 0, p)
+#endif
+#define convert_v(type) CAT(convert_##type, VSUFFIX)
+#define as_v(type) CAT(as_##type, VSUFFIX)
+
+typedef V(float) vfloat;
+typedef V(int) vint;
+typedef V(uint) vuint;
+typedef V(ushort) vushort;
+typedef V(uchar) vuchar;
+
+/* Largest of the VEC elements. */
+static int hmax(vint v)
+{
+#if VEC == 16
+    const int8 a = max(v.lo, v.hi);
+    const int4 b = max(a.lo, a.hi);
+    const int2 c = max(b.lo, b.hi);
+    return max(c.x, c.y);
+#elif VEC == 8
+    const int4 b = max(v.lo, v.hi);
+    const int2 c = max(b.lo, b.hi);
+    return max(c.x, c.y);
+#elif VEC == 4
+    const int2 c = max(v.lo, v.hi);
+    return max(c.x, c.y);
+#elif VEC == 2
+    return max(v.x, v.y);
+#else
+    return v;
+#endif
+}
+
+/* ---- small binary floats: 1 sign, EBITS exponent, MBITS mantissa bits, subnormals kept ---- */
+
+#define MIN_NORMAL(ebits) ((129u - (1u << ((ebits) - 1))) << 23) /* float32 bits of the smallest normal */
+
+/* Magnitude code of |v| <= largest, to nearest even.  magnitude: float32 bits of |v|.
+   Adding 2^(e + 23 - MBITS), e the exponent of v or the smallest normal one, makes the
+   float adder round at the right place; a carry moves into the exponent by itself. */
+static vuint small_float_encode(vuint magnitude, uint ebits, uint mbits)
+{
+    const vuint e = max(magnitude & 0x7f800000u, (vuint)(MIN_NORMAL(ebits)));
+    const vuint magic = e + ((23u - mbits) << 23);
+    const vuint sum = as_v(uint)(as_v(float)(magnitude) + as_v(float)(magic));
+    return sum - magic + ((e - MIN_NORMAL(ebits)) >> (23u - mbits));
+}
+
+/* Value of a magnitude code, without any float32 subnormal on the way: with the implicit 1
+   always set, a subnormal code reads 2^emin too much, and min() picks the right formula. */
+static vfloat small_float_decode(vuint magnitude, uint ebits, uint mbits)
+{
+    const uint rebias = (127u - ((1u << (ebits - 1)) - 1u)) << 23;
+    const vfloat f = as_v(float)((magnitude << (23u - mbits)) + rebias);
+    const vfloat g = f + f - as_float(MIN_NORMAL(ebits));
+    return g < f ? g : f;
+}
+
+/* ---- the float side: float32, bfloat16, float16 ---- */
+
+#if X_TYPE == F32
+#define x_t float
+#else
+#define x_t ushort
+#endif
+
+static vfloat half_to_float(vushort h)
+{
+#if HALF
+    return convert_v(float)(as_v(half)(h));
+#else
+    const vuint m = convert_v(uint)(h) & 0x7fffu;
+    const vuint sign = (convert_v(uint)(h) & 0x8000u) << 16;
+    const vuint value = as_v(uint)(small_float_decode(m, 5, 10));
+    const vuint special = 0x7f800000u | (m << 13); /* Inf and NaN */
+    return as_v(float)((m >= 0x7c00u ? special : value) | sign);
+#endif
+}
+
+/* Nearest even; overflow gives Inf, NaN stays NaN. */
+static vushort float_to_half(vfloat v)
+{
+#if HALF
+    return as_v(ushort)(convert_v(half)(v));
+#else
+    const vuint bits = as_v(uint)(v);
+    const vuint a = bits & 0x7fffffffu;
+    vuint code = small_float_encode(a < 0x47800000u ? a : (vuint)(0x47800000u), 5, 10); /* 2^16 -> 0x7c00 */
+    code = a > 0x7f800000u ? (vuint)(0x7e00u) : code;
+    return convert_v(ushort)(code | ((bits >> 16) & 0x8000u));
+#endif
+}
+
+/* Nearest even; overflow gives Inf, NaN stays NaN. */
+static vushort float_to_bfloat16(vfloat v)
+{
+#if CONVERT_NV && VEC >= 2
+    return CAT(nv_to_bfloat16_, VEC)(v);
+#else
+    const vuint bits = as_v(uint)(v);
+    const vuint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const vuint quiet = (bits >> 16) | 0x40u;
+    return convert_v(ushort)((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+#endif
+}
+
+/* VEC elements at p.  left: elements of the block from here on; only an odd row read in pairs
+   (VEC 2) may see 1, and reads its last element twice. */
+static vfloat load_x(__global const x_t *p, size_t left)
+{
+#if ALIGNED
+    const V(x_t) raw = *(__global const V(x_t) *)p;
+#elif VEC == 2
+    const V(x_t) raw = (V(x_t))(p[0], p[left > 1]);
+#else
+    const V(x_t) raw = vload_any(p);
+#endif
+#if X_TYPE == F32
+    return raw;
+#elif X_TYPE == BF16
+    return as_v(float)(convert_v(uint)(raw) << 16);
+#else
+    return half_to_float(raw);
+#endif
+}
+
+/* The counterpart of load_x: writes one element when left is 1. */
+static void store_x(__global x_t *p, vfloat v, size_t left)
+{
+#if X_TYPE == F32
+    const vfloat raw = v;
+#elif X_TYPE == BF16
+    const vushort raw = float_to_bfloat16(v);
+#else
+    const vushort raw = float_to_half(v);
+#endif
+#if ALIGNED
+    *(__global V(x_t) *)p = raw;
+#elif VEC == 2
+    p[0] = raw.x;
+    if (left > 1)
+        p[1] = raw.y;
+#else
+    vstore_any(raw, p);
+#endif
+}
+
+/* ---- correctly rounded division ---- */
+
+/* A divisor with all that can be computed before the elements are known. */
+typedef struct {
+    float value;      /* positive and normal */
+    float mantissa;   /* value * power, in [1, 2) */
+    float power;      /* a power of two */
+    float reciprocal; /* 1 / mantissa, correctly rounded (DIVIDE_FMA) */
+} divisor_t;
+
+/* value: 2^-110 to 2^127. */
+static divisor_t divisor(float value)
+{
+    divisor_t d;
+    d.value = value;
+    d.power = as_float(0x7f000000u - (as_uint(value) & 0x7f800000u));
+    d.mantissa = value * d.power;
+#if DIVIDE == DIVIDE_FMA
+    /* Two Newton steps from the driver's 2.5 ulp; the last one rounds correctly (Markstein 1990). */
+    float y = 1.0f / d.mantissa;
+    y = fma(fma(-d.mantissa, y, 1.0f), y, y);
+    d.reciprocal = fma(fma(-d.mantissa, y, 1.0f), y, y);
+#else
+    d.reciprocal = 0.0f;
+#endif
+    return d;
+}
+
+/* a / d.value to nearest even for 2^-80 <= |a / d.value| < 2^100.  A smaller quotient may come out
+   as any value that small, a larger one as any value that large, with a's sign; NaN stays NaN. */
+static vfloat divide(vfloat a, divisor_t d)
+{
+#if DIVIDE == DIVIDE_NATIVE
+    return a / d.value;
+#elif DIVIDE == DIVIDE_FMA
+    /* The divisor is scaled into [1, 2) so that no residual is subnormal: some devices flush those.
+       The first step makes q faithful, the second rounds it (Markstein 1990, theorem 8). */
+    const vfloat m = (vfloat)(d.mantissa);
+    const vfloat y = (vfloat)(d.reciprocal);
+    const vfloat s = a * d.power;
+    const vfloat q0 = s * y;
+    const vfloat q1 = fma(fma(-q0, m, s), y, q0);
+    const vfloat q2 = fma(fma(-q1, m, s), y, q1);
+    return fabs(q0) < 0x1p100f ? q2 : q0; /* Inf * 0 in a residual would make NaN of Inf */
+#else
+    const vuint bits = as_v(uint)(a);
+    const vuint magnitude = bits & 0x7fffffffu;
+    const vuint mb = (vuint)((as_uint(d.value) & 0x7fffffu) | 0x800000u);
+    vuint rest = (bits & 0x7fffffu) | 0x800000u;
+    vint e = as_v(int)(magnitude >> 23) - (int)(as_uint(d.value) >> 23) + 126;
+    e = rest < mb ? e - 1 : e;
+    rest = rest < mb ? rest << 1 : rest;
+    vuint q = (vuint)(0u); /* 24 bits and a guard bit, one a round */
+    for (int i = 0; i < 25; i++) {
+        q = (q << 1) | (rest >= mb ? (vuint)(1u) : (vuint)(0u));
+        rest = (rest >= mb ? rest - mb : rest) << 1;
+    }
+    const vuint odd = (q >> 1) | (rest != 0u ? (vuint)(1u) : (vuint)(0u));
+    vuint r = as_v(uint)(e << 23) + (q >> 1) + (q & odd & 1u);
+    r = e < 1 ? (vuint)(0u) : r;
+    r = e > 252 ? (vuint)(0x7f800000u) : r;
+    r = magnitude < 0x800000u ? (vuint)(0u) : r;
+    r = magnitude >= 0x7f800000u ? magnitude : r;
+    return as_v(float)(r | (bits & 0x80000000u));
+#endif
+}
+
+/* a / d.value for one number 0 <= a, to nearest even; for quotients above 2^-100. */
+static float divide_one(float a, divisor_t d)
+{
+    const float up = a < 1.0f ? 0x1p64f : 0x1p-64f; /* moves any float32 into divide()'s range */
+    const float down = a < 1.0f ? 0x1p-64f : 0x1p64f;
+    return first(divide((vfloat)(a * up), d)) * down;
+}

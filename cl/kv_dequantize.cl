@@ -1,0 +1,58 @@
+/* kv_dequantize.cl - the values of quantized K/V codes.
+
+1. Computes
+   y = float32(code) * scale, one float32 rounding (INT4: then + min, one more; no FMA), then one
+   rounding to the output type.
+
+2. Layouts   as kv_quantize.cl; the output takes the place of x
+   codes, scales, mins   read
+   y       [rows, dim]   F32, BF16 or F16 (X_TYPE)
+
+3. Launch   as kv_quantize.cl, without local memory.
+
+4. Macros
+   FORMAT  FP8_E4M3FN | FP8_E5M2 | INT8 | INT4
+   SCALE_TYPE  F32 | F16
+   PER_TENSOR  0 (default) | 1: the one scale serves all blocks
+   X_TYPE WG VEC LANES ALIGNED HALF CONVERT_NV  see common.h, vendor.h
+
+5. Needs
+   OpenCL C 1.2 full profile.  HALF and CONVERT_NV: what the probe calls by these names.
+
+6. Reference
+   pyclquant/reference.py: dequantize().
+*/
+#include "common.h"
+#include "format.h"
+
+#ifndef PER_TENSOR
+#define PER_TENSOR 0
+#endif
+
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+void kv_dequantize(__global x_t *y, ulong y_offset, __global const uchar *codes, ulong codes_offset,
+                   __global const scale_t *scales, ulong scales_offset,
+#if ASYMMETRIC
+                   __global const scale_t *mins, ulong mins_offset,
+#endif
+                   ulong blocks, ulong dim, uint block, uint blocks_per_row, uint blocks_per_team)
+{
+    const uint lane = (uint)get_local_id(0) % LANES;
+    const size_t team = get_global_id(0) / LANES;
+    const size_t end = min((size_t)blocks, (team + 1) * blocks_per_team);
+    for (size_t b = team * blocks_per_team; b < end; b++) {
+        const span_t s = block_span(b, dim, block, blocks_per_row);
+        const size_t stored = PER_TENSOR ? 0 : b;
+        const float scale = load_scale(scales + scales_offset + stored);
+#if ASYMMETRIC
+        const float low = load_scale(mins + mins_offset + stored);
+#endif
+        for (size_t k = lane * VEC; k < s.size; k += LANES * VEC) {
+            vfloat v = decode(load_codes(codes + codes_offset + s.codes + k / PACK)) * scale;
+#if ASYMMETRIC
+            v = v + low;
+#endif
+            store_x(y + y_offset + s.x + k, v, s.size - k);
+        }
+    }
+}

@@ -1,0 +1,34 @@
+"""Portable OpenCL quantizers for LLM inference. See README.md."""
+
+from importlib.metadata import version
+
+from pyclquant import kv
+from pyclquant.device import Device
+from pyclquant.errors import (
+    BuildError,
+    ContextError,
+    DTypeError,
+    FileError,
+    NoDeviceError,
+    PyclquantError,
+    ShapeError,
+    UnsupportedDeviceError,
+)
+from pyclquant.kv import Quantized
+
+__version__ = version("pyclquant")
+
+__all__ = [
+    "BuildError",
+    "ContextError",
+    "DTypeError",
+    "Device",
+    "FileError",
+    "NoDeviceError",
+    "PyclquantError",
+    "Quantized",
+    "ShapeError",
+    "UnsupportedDeviceError",
+    "__version__",
+    "kv",
+]

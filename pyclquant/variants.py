@@ -1,0 +1,245 @@
+"""Which form of a kernel a device runs: tables, fastest first, and a pure function over them.
+
+A variant is a point (VEC, LANES, reduction) of one kernel body, see `cl/common.h`. Each row of a table
+says when it cannot run and when it can but should not; `select()` takes the first row that neither
+excludes. What the probe prints and what a launch uses come from the same call. A new variant is a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pyclquant.capabilities import Capabilities
+from pyclquant.errors import UnsupportedDeviceError
+
+Macros = dict[str, str | int]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a kernel over blocks of a row has to know of its arrays to choose vectors.
+
+    dim, block, blocks: as in `cl/kv_quantize.cl`.  itemsize: bytes of a float-side element.
+    codes_per_byte: 2 for int4.  align: a power of two that divides every element offset.
+    """
+
+    dim: int
+    block: int
+    blocks: int
+    itemsize: int
+    codes_per_byte: int = 1
+    align: int = 1 << 20
+
+    def vec(self, limit: int, align: int) -> int:
+        """The widest vector up to `limit` elements that no block and, with its `align`, no offset cuts."""
+        common = self.dim | self.block | align | 1 << 20
+        return int(min(limit, common & -common))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a kernel over blocks is launched. vec, lanes, wg: macros of `cl/common.h`."""
+
+    variant: str
+    vec: int
+    lanes: int
+    wg: int
+    blocks_per_team: int
+    macros: Mapping[str, str | int]
+    options: tuple[str, ...] = ()
+
+    def defines(self) -> Macros:
+        """Macros of the build."""
+        return {"VEC": self.vec, "LANES": self.lanes, "WG": self.wg, **self.macros}
+
+    def global_size(self, blocks: int) -> int:
+        """Work-items that serve `blocks` blocks."""
+        teams = -(-blocks // self.blocks_per_team)
+        return -(-teams // (self.wg // self.lanes)) * self.wg
+
+
+Reason = Callable[[Capabilities, Blocks], str | None]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row. answer: the feature by which the probe says whether this variant gives right bits.
+    unsupported: why it cannot run, or None.  unsuited: why a faster row is expected to exist."""
+
+    name: str
+    answer: str
+    unsupported: Reason
+    unsuited: Reason
+    plan: Callable[[Capabilities, Blocks], Plan]
+
+
+def division(caps: Capabilities) -> tuple[Macros, tuple[str, ...]]:
+    """The cheapest division that this device rounds correctly, and its build options.
+
+    A GPU takes the fma form first: the reciprocal of a scale is shared by its whole block.
+    """
+    native = next((caps.works[f] for f in ("divide", "divide_option") if caps.ok(f)), None)
+    if caps.ok("divide_fma") and not (native and caps.is_cpu):
+        return {"DIVIDE": "DIVIDE_FMA"}, ()
+    if native:
+        return {"DIVIDE": "DIVIDE_NATIVE"}, tuple(native.options.split())
+    return {"DIVIDE": "DIVIDE_INT"}, ()
+
+
+def shuffle(caps: Capabilities) -> tuple[Macros, int, str] | None:
+    """Macros, lanes and build options of the lane shuffle that works, NVIDIA's first; None without one."""
+    for number, feature in ((3, "shuffle_nv"), (1, "shuffle_khr"), (2, "shuffle_intel")):
+        if caps.ok(feature):
+            verdict = caps.works[feature]
+            macros: Macros = {"SHUFFLE": number}
+            if caps.ok("subgroup_size"):
+                macros["SUBGROUP_SIZE"] = int(caps.works["subgroup_size"].value or 0)
+            return macros, int(verdict.value or 1), verdict.options
+    return None
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not less than n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def vendor_macros(caps: Capabilities) -> Macros:
+    """Conversions that the device has in hardware and that gave the right bits."""
+    return {"HALF": int(caps.ok("half_convert")), "CONVERT_NV": int(caps.ok("nv_convert"))}
+
+
+def plan_base(caps: Capabilities, blocks: Blocks) -> Plan:
+    """One element a work-item (int4: one byte); a work-group reduces in local memory."""
+    vec = blocks.codes_per_byte
+    wg = min(64, caps.max_work_group_size)
+    lanes = min(wg, power_of_two(-(-blocks.block // vec)))
+    while wg % lanes:
+        lanes //= 2
+    divide, options = division(caps)
+    return Plan("base", vec, lanes, wg, 1, {"ALIGNED": 0, **divide}, options)
+
+
+def gpu_vec(blocks: Blocks) -> int:
+    """Elements in 16 bytes of the float side, or fewer where a block or an offset cuts them."""
+    return blocks.vec(16 // blocks.itemsize, blocks.align)
+
+
+def vector_plan(name: str, caps: Capabilities, blocks: Blocks, most_lanes: int, extra: Macros, options: tuple[str, ...]) -> Plan:
+    """Aligned vectors; a team of as many lanes as a block has vectors."""
+    vec = gpu_vec(blocks)
+    wg = 1 << (caps.max_work_group_size.bit_length() - 1)
+    lanes = min(most_lanes, wg, power_of_two(-(-blocks.block // vec)))
+    divide, divide_options = division(caps)
+    macros: Macros = {"ALIGNED": 1, **divide, **vendor_macros(caps), **extra}
+    return Plan(name, vec, lanes, wg, 1, macros, divide_options + options)
+
+
+def plan_vector_shuffle(caps: Capabilities, blocks: Blocks) -> Plan:
+    """Teams inside a sub-group reduce by lane shuffles."""
+    found = shuffle(caps)
+    assert found is not None, "unsupported_shuffle refuses this"
+    macros, lanes, options = found
+    return vector_plan("vector_shuffle", caps, blocks, lanes, macros, tuple(options.split()))
+
+
+def plan_vector(caps: Capabilities, blocks: Blocks) -> Plan:
+    """Teams reduce in local memory."""
+    return vector_plan("vector", caps, blocks, 64, {}, ())
+
+
+def row_vec(caps: Capabilities, blocks: Blocks) -> int:
+    """The widest vector of 32-bit elements whose built-ins work and that no block cuts."""
+    works = max((n for n in (2, 4, 8, 16) if caps.ok(f"vector{n}")), default=1)
+    return max(blocks.vec(works, 0), blocks.codes_per_byte)  # int4 takes pairs even of odd rows
+
+
+def plan_row(caps: Capabilities, blocks: Blocks) -> Plan:
+    """One work-item walks whole rows; a few work-items for each core, so that all finish together."""
+    divide, options = division(caps)
+    items = 16 * int(caps.reported.get("max_compute_units") or 1)
+    macros: Macros = {"ALIGNED": 0, **divide}
+    return Plan("row", row_vec(caps, blocks), 1, 1, max(1, -(-blocks.blocks // items)), macros, options)
+
+
+def unsupported_base(caps: Capabilities, blocks: Blocks) -> str | None:
+    """Every OpenCL 1.2 device that runs a kernel at all and can address the arrays."""
+    return caps.missing("base", "index64")
+
+
+def unsupported_row(caps: Capabilities, blocks: Blocks) -> str | None:
+    return unsupported_base(caps, blocks)
+
+
+def unsupported_vector(caps: Capabilities, blocks: Blocks) -> str | None:
+    vec = gpu_vec(blocks)
+    if vec * blocks.itemsize < 8 or vec < blocks.codes_per_byte:
+        return (
+            f"rows of {blocks.dim}, blocks of {blocks.block} and offsets in multiples of {blocks.align} elements "
+            f"allow aligned vectors of {vec * blocks.itemsize} bytes, 8 are needed"
+        )
+    if caps.max_work_group_size < 32:
+        return f"work-groups of {caps.max_work_group_size}, 32 are needed"
+    return unsupported_base(caps, blocks) or caps.missing(f"vector{vec}")
+
+
+def unsupported_shuffle(caps: Capabilities, blocks: Blocks) -> str | None:
+    if shuffle(caps) is None:
+        return "; ".join(str(caps.missing(f)) for f in ("shuffle_nv", "shuffle_khr", "shuffle_intel"))
+    return unsupported_vector(caps, blocks)
+
+
+def never(caps: Capabilities, blocks: Blocks) -> str | None:
+    return None
+
+
+def unsuited_to_cpu(caps: Capabilities, blocks: Blocks) -> str | None:
+    return "a CPU driver: work-items that read side by side are slower than rows" if caps.is_cpu else None
+
+
+def unsuited_to_gpu(caps: Capabilities, blocks: Blocks) -> str | None:
+    return None if caps.is_cpu else "not a CPU driver: work-items must read side by side"
+
+
+KV: tuple[Variant, ...] = (
+    Variant("vector_shuffle", "kv_vector_shuffle", unsupported_shuffle, unsuited_to_cpu, plan_vector_shuffle),
+    Variant("vector", "kv_vector", unsupported_vector, unsuited_to_cpu, plan_vector),
+    Variant("row", "kv_row", unsupported_row, unsuited_to_gpu, plan_row),
+    Variant("base", "kv_base", unsupported_base, never, plan_base),
+)
+"""Quantize and dequantize."""
+
+
+def cannot(row: Variant, caps: Capabilities, blocks: Blocks) -> str | None:
+    """Why a row cannot run: by its own rule, or because the probe saw it give wrong bits or die."""
+    reason = row.unsupported(caps, blocks)
+    if reason is None and row.answer in caps.works:
+        reason = caps.missing(row.answer)
+    return reason
+
+
+def refusals(table: tuple[Variant, ...], caps: Capabilities, blocks: Blocks) -> dict[str, str]:
+    """Variant -> why it is not taken, whether it cannot or should not; those without a reason are absent."""
+    rows = ((v.name, cannot(v, caps, blocks) or v.unsuited(caps, blocks)) for v in table)
+    return {name: reason for name, reason in rows if reason}
+
+
+def select(table: tuple[Variant, ...], caps: Capabilities, blocks: Blocks, force: str | None = None) -> Plan:
+    """The plan of the first row that has no reason against it, or of the row called `force`.
+
+    Raises UnsupportedDeviceError with the reason of each row; a forced row only needs to be able to run.
+    """
+    if force is not None:
+        row = next((v for v in table if v.name == force), None)
+        if row is None:
+            raise UnsupportedDeviceError(f"force: expected one of {', '.join(v.name for v in table)}, got {force!r}")
+        reason = cannot(row, caps, blocks)
+        if reason:
+            raise UnsupportedDeviceError(f"force: {force} cannot run on {caps.reported.get('name')}: {reason}")
+        return row.plan(caps, blocks)
+    refused = refusals(table, caps, blocks)
+    for row in table:
+        if row.name not in refused:
+            return row.plan(caps, blocks)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    raise UnsupportedDeviceError(f"device: expected one that runs a kernel, got {caps.reported.get('name')} ({reasons})")
