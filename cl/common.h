@@ -66,18 +66,17 @@ Needs: OpenCL C 1.2.
 
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
+#define V2(type) CAT(type, 2)
+#define V4(type) CAT(type, 4)
+#define V8(type) CAT(type, 8)
 #if VEC == 1
 #define V(type) type
 #define VSUFFIX
 #define first(v) (v)
-#define vload_any(p) (*(p))
-#define vstore_any(v, p) (*(p) = (v))
 #else
 #define V(type) CAT(type, VEC)
 #define VSUFFIX VEC
 #define first(v) ((v).s0)
-#define vload_any(p) CAT(vload, VEC)(0, p)
-#define vstore_any(v, p) CAT(vstore, VEC)(v, 0, p)
 #endif
 #define convert_v(type) CAT(convert_##type, VSUFFIX)
 #define as_v(type) CAT(as_##type, VSUFFIX)
@@ -88,41 +87,23 @@ typedef V(uint) vuint;
 typedef V(ushort) vushort;
 typedef V(uchar) vuchar;
 
-/* Largest of the VEC elements. */
-static int hmax(vint v)
-{
-#if VEC == 16
-    const int8 a = max(v.lo, v.hi);
-    const int4 b = max(a.lo, a.hi);
-    const int2 c = max(b.lo, b.hi);
-    return max(c.x, c.y);
-#elif VEC == 8
-    const int4 b = max(v.lo, v.hi);
-    const int2 c = max(b.lo, b.hi);
-    return max(c.x, c.y);
-#elif VEC == 4
-    const int2 c = max(v.lo, v.hi);
-    return max(c.x, c.y);
-#elif VEC == 2
-    return max(v.x, v.y);
-#else
-    return v;
-#endif
-}
-
 /* ---- small binary floats: 1 sign, EBITS exponent, MBITS mantissa bits, subnormals kept ---- */
 
 #define MIN_NORMAL(ebits) ((129u - (1u << ((ebits) - 1))) << 23) /* float32 bits of the smallest normal */
 
-/* Magnitude code of |v| <= largest, to nearest even.  magnitude: float32 bits of |v|.
-   Adding 2^(e + 23 - MBITS), e the exponent of v or the smallest normal one, makes the
-   float adder round at the right place; a carry moves into the exponent by itself. */
+/* Code of the magnitude |v| <= largest, to nearest even, in the low 1 + ebits + mbits bits; what is above
+   them means nothing.  magnitude: float32 bits of |v|.
+   Adding M = 2^(e + 23 - mbits), e the exponent of |v| or the smallest normal one, makes the float adder
+   round at the last bit kept: the sum has the rounded significand in its low bits and e on top, and
+   the two added up are the code, but for a bias.  That bias, even, is added to M beforehand. */
 static vuint small_float_encode(vuint magnitude, uint ebits, uint mbits)
 {
+    const uint shift = 23u - mbits;
+    const uint bias = -(((shift << 23) + MIN_NORMAL(ebits)) >> shift) & ((2u << (ebits + mbits)) - 1u);
     const vuint e = max(magnitude & 0x7f800000u, (vuint)(MIN_NORMAL(ebits)));
-    const vuint magic = e + ((23u - mbits) << 23);
-    const vuint sum = as_v(uint)(as_v(float)(magnitude) + as_v(float)(magic));
-    return sum - magic + ((e - MIN_NORMAL(ebits)) >> (23u - mbits));
+    const vuint m = e + ((shift << 23) + bias);
+    const vuint sum = as_v(uint)(as_v(float)(magnitude) + as_v(float)(m));
+    return sum + (sum >> shift);
 }
 
 /* Value of a magnitude code, without any float32 subnormal on the way: with the implicit 1
@@ -138,14 +119,26 @@ static vfloat small_float_decode(vuint magnitude, uint ebits, uint mbits)
 /* ---- the float side: float32, bfloat16, float16 ---- */
 
 #if X_TYPE == F32
-#define x_t float
+#define x_t uint
+#define SIGN_BIT 0x80000000u
+#define INFINITY_BITS 0x7f800000u
 #else
 #define x_t ushort
+#define SIGN_BIT ((ushort)0x8000)
+#if X_TYPE == BF16
+#define INFINITY_BITS ((ushort)0x7f80)
+#else
+#define INFINITY_BITS ((ushort)0x7c00)
 #endif
+#endif
+/* The bits of VEC elements: x_t is an integer, of the size of the element type. */
+typedef V(x_t) vx;
 
 static vfloat half_to_float(vushort h)
 {
-#if HALF
+#if CONVERT_NV && VEC >= 2
+    return CAT(nv_half_to_float_, VEC)(h);
+#elif HALF
     return convert_v(float)(as_v(half)(h));
 #else
     const vuint m = convert_v(uint)(h) & 0x7fffu;
@@ -159,14 +152,16 @@ static vfloat half_to_float(vushort h)
 /* Nearest even; overflow gives Inf, NaN stays NaN. */
 static vushort float_to_half(vfloat v)
 {
-#if HALF
+#if CONVERT_NV && VEC >= 2
+    return CAT(nv_float_to_half_, VEC)(v);
+#elif HALF
     return as_v(ushort)(convert_v(half)(v));
 #else
     const vuint bits = as_v(uint)(v);
     const vuint a = bits & 0x7fffffffu;
     vuint code = small_float_encode(a < 0x47800000u ? a : (vuint)(0x47800000u), 5, 10); /* 2^16 -> 0x7c00 */
     code = a > 0x7f800000u ? (vuint)(0x7e00u) : code;
-    return convert_v(ushort)(code | ((bits >> 16) & 0x8000u));
+    return convert_v(ushort)((code & 0x7fffu) | ((bits >> 16) & 0x8000u));
 #endif
 }
 
@@ -174,7 +169,7 @@ static vushort float_to_half(vfloat v)
 static vushort float_to_bfloat16(vfloat v)
 {
 #if CONVERT_NV && VEC >= 2
-    return CAT(nv_to_bfloat16_, VEC)(v);
+    return CAT(nv_float_to_bfloat16_, VEC)(v);
 #else
     const vuint bits = as_v(uint)(v);
     const vuint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -183,19 +178,38 @@ static vushort float_to_bfloat16(vfloat v)
 #endif
 }
 
-/* VEC elements at p.  left: elements of the block from here on; only an odd row read in pairs
-   (VEC 2) may see 1, and reads its last element twice. */
-static vfloat load_x(__global const x_t *p, size_t left)
-{
 #if ALIGNED
-    const V(x_t) raw = *(__global const V(x_t) *)p;
-#elif VEC == 2
-    const V(x_t) raw = (V(x_t))(p[0], p[left > 1]);
-#else
-    const V(x_t) raw = vload_any(p);
-#endif
+/* Aligned vectors are moved as 32-bit words: NVIDIA's compiler takes vectors of shorts in pieces. */
 #if X_TYPE == F32
-    return raw;
+#define WORDS VEC
+#elif VEC == 16
+#define WORDS 8
+#elif VEC == 8
+#define WORDS 4
+#elif VEC == 4
+#define WORDS 2
+#else
+#error "ALIGNED: vectors of at least 8 bytes are required"
+#endif
+typedef CAT(uint, WORDS) words_t;
+#define as_words(v) CAT(as_uint, WORDS)(v)
+#if X_TYPE == F32
+#define as_v_x(w) (w)
+#else
+#define as_v_x(w) as_v(ushort)(w)
+#endif
+#endif
+
+/* The values of VEC elements, exactly. */
+static vfloat widen(vx raw)
+{
+#if X_TYPE == F32
+    return as_v(float)(raw);
+#elif X_TYPE == BF16 && ALIGNED /* by words: one instruction an element on a GPU */
+    vfloat v;
+    v.even = CAT(as_float, WORDS)(as_words(raw) << 16);
+    v.odd = CAT(as_float, WORDS)(as_words(raw) & 0xffff0000u);
+    return v;
 #elif X_TYPE == BF16
     return as_v(float)(convert_v(uint)(raw) << 16);
 #else
@@ -203,24 +217,40 @@ static vfloat load_x(__global const x_t *p, size_t left)
 #endif
 }
 
-/* The counterpart of load_x: writes one element when left is 1. */
-static void store_x(__global x_t *p, vfloat v, size_t left)
+/* At any address: PoCL 3.1 stores vstore16 byte by byte, a packed structure at once. */
+typedef struct __attribute__((packed)) { vx v; } packed_x_t;
+
+/* The bits of VEC elements at p.  left: elements of the block from here on; only an odd row read in
+   pairs (VEC 2) may see 1, and reads its last element twice. */
+static vx load_x(__global const x_t *p, uint left)
+{
+#if ALIGNED
+    return as_v_x(*(__global const words_t *)p);
+#elif VEC == 2
+    return (vx)(p[0], p[left > 1]);
+#else
+    return ((__global const packed_x_t *)p)->v;
+#endif
+}
+
+/* Rounds to the element type and writes VEC elements; one element when left is 1 (see load_x). */
+static void store_x(__global x_t *p, vfloat v, uint left)
 {
 #if X_TYPE == F32
-    const vfloat raw = v;
+    const vx raw = as_v(uint)(v);
 #elif X_TYPE == BF16
-    const vushort raw = float_to_bfloat16(v);
+    const vx raw = float_to_bfloat16(v);
 #else
-    const vushort raw = float_to_half(v);
+    const vx raw = float_to_half(v);
 #endif
 #if ALIGNED
-    *(__global V(x_t) *)p = raw;
+    *(__global words_t *)p = as_words(raw);
 #elif VEC == 2
     p[0] = raw.x;
     if (left > 1)
         p[1] = raw.y;
 #else
-    vstore_any(raw, p);
+    ((__global packed_x_t *)p)->v = raw;
 #endif
 }
 
@@ -229,10 +259,18 @@ static void store_x(__global x_t *p, vfloat v, size_t left)
 /* A divisor with all that can be computed before the elements are known. */
 typedef struct {
     float value;      /* positive and normal */
+    float inverse;    /* 1 / value, correctly rounded (DIVIDE_FMA) */
     float mantissa;   /* value * power, in [1, 2) */
     float power;      /* a power of two */
     float reciprocal; /* 1 / mantissa, correctly rounded (DIVIDE_FMA) */
 } divisor_t;
+
+/* Whether divide() may take the short way with this divisor: no residual can be subnormal, no quotient
+   of a float32 that is not tiny overflows. */
+static bool is_plain(float value)
+{
+    return value > 0x1p-60f && value < 0x1p60f;
+}
 
 /* value: 2^-110 to 2^127. */
 static divisor_t divisor(float value)
@@ -249,24 +287,28 @@ static divisor_t divisor(float value)
 #else
     d.reciprocal = 0.0f;
 #endif
+    d.inverse = d.reciprocal * d.power;
     return d;
 }
 
 /* a / d.value to nearest even for 2^-80 <= |a / d.value| < 2^100.  A smaller quotient may come out
-   as any value that small, a larger one as any value that large, with a's sign; NaN stays NaN. */
-static vfloat divide(vfloat a, divisor_t d)
+   as any value that small, a larger one as any value that large, with a's sign; NaN stays NaN.
+   plain: a promise that is_plain(d.value) and that |a / d.value| < 2^20; then 2^-20 is the lower end. */
+static vfloat divide(vfloat a, divisor_t d, const bool plain)
 {
 #if DIVIDE == DIVIDE_NATIVE
     return a / d.value;
 #elif DIVIDE == DIVIDE_FMA
-    /* The divisor is scaled into [1, 2) so that no residual is subnormal: some devices flush those.
-       The first step makes q faithful, the second rounds it (Markstein 1990, theorem 8). */
-    const vfloat m = (vfloat)(d.mantissa);
-    const vfloat y = (vfloat)(d.reciprocal);
-    const vfloat s = a * d.power;
+    /* Otherwise the divisor is scaled into [1, 2) so that no residual is subnormal: some devices flush
+       those.  The first step makes q faithful, the second rounds it (Markstein 1990, theorem 8). */
+    const vfloat m = (vfloat)(plain ? d.value : d.mantissa);
+    const vfloat y = (vfloat)(plain ? d.inverse : d.reciprocal);
+    const vfloat s = plain ? a : a * d.power;
     const vfloat q0 = s * y;
-    const vfloat q1 = fma(fma(-q0, m, s), y, q0);
-    const vfloat q2 = fma(fma(-q1, m, s), y, q1);
+    const vfloat q1 = fma(-fma(q0, m, -s), y, q0); /* the residual negated: -0.0 stays -0.0 */
+    const vfloat q2 = fma(-fma(q1, m, -s), y, q1);
+    if (plain)
+        return q2;
     return fabs(q0) < 0x1p100f ? q2 : q0; /* Inf * 0 in a residual would make NaN of Inf */
 #else
     const vuint bits = as_v(uint)(a);
@@ -296,5 +338,5 @@ static float divide_one(float a, divisor_t d)
 {
     const float up = a < 1.0f ? 0x1p64f : 0x1p-64f; /* moves any float32 into divide()'s range */
     const float down = a < 1.0f ? 0x1p-64f : 0x1p64f;
-    return first(divide((vfloat)(a * up), d)) * down;
+    return first(divide((vfloat)(a * up), d, false)) * down;
 }

@@ -36,37 +36,49 @@ Reference: pyclquant/reference.py; OCP 8-bit Floating Point Specification 1.0 fo
 #define LARGEST 15.0f
 #endif
 #define ASYMMETRIC (FORMAT == INT4) /* a block has a minimum beside its scale */
-#define PACK (FORMAT == INT4 ? 2 : 1) /* codes in a byte */
+#if FORMAT == INT4
+#define PACK 2 /* codes in a byte */
+#else
+#define PACK 1
+#endif
 
 /* ---- codes ---- */
 
+/* Codes of values already divided by their scale.  plain: a promise that every value is finite and
+   rounds to no more than LARGEST in magnitude; then NaN, Inf and saturation cost nothing. */
+
 #if CONVERT_NV && VEC >= 2 && FORMAT == FP8_E4M3FN
-static vuchar encode(vfloat v) { return CAT(nv_to_e4m3_, VEC)(v); }
+static vuchar encode(vfloat v, const bool plain) { return CAT(nv_float_to_e4m3_, VEC)(v); }
 
 #elif CONVERT_NV && VEC >= 2 && FORMAT == FP8_E5M2
-static vuchar encode(vfloat v) { return CAT(nv_to_e5m2_, VEC)(v); }
+static vuchar encode(vfloat v, const bool plain) { return CAT(nv_float_to_e5m2_, VEC)(v); }
 
 #elif FORMAT == FP8_E4M3FN || FORMAT == FP8_E5M2
-static vuchar encode(vfloat v)
+static vuchar encode(vfloat v, const bool plain)
 {
     const vuint bits = as_v(uint)(v);
     const vuint a = bits & 0x7fffffffu;
-    const vuint largest = (vuint)(as_uint(LARGEST));
-    vuint code = small_float_encode(min(a, largest), EBITS, MBITS);
-    code = a > 0x7f800000u ? (vuint)(0x7fu) : code | ((bits >> 24) & 0x80u);
-    return convert_v(uchar)(code);
+    vuint code = small_float_encode(plain ? a : min(a, (vuint)(as_uint(LARGEST))), EBITS, MBITS) | ((bits >> 24) & 0x80u);
+    if (!plain)
+        code = a > 0x7f800000u ? (vuint)(0x7fu) : code;
+    return convert_v(uchar)(code & 0xffu);
 }
 
-#else /* INT8, INT4: the sum with 1.5 * 2^23 has the rounded integer in its low bits */
-static vuchar encode(vfloat v)
+#else /* INT8, INT4 */
+/* The rounded value is in the low bits of the sum with 1.5 * 2^23. */
+static vuint encode_int(vfloat v, const bool plain)
 {
-    const vfloat least = (vfloat)(ASYMMETRIC ? 0.0f : -LARGEST);
-    const vfloat largest = (vfloat)(LARGEST);
-    v = v == v ? v : (vfloat)(0.0f);
-    v = v < largest ? v : largest;
-    v = v > least ? v : least;
-    return convert_v(uchar)(as_v(uint)(v + 0x1.8p23f) & 0xffu);
+    if (!plain) {
+        const vfloat least = (vfloat)(ASYMMETRIC ? 0.0f : -LARGEST);
+        const vfloat largest = (vfloat)(LARGEST);
+        v = v == v ? v : (vfloat)(0.0f);
+        v = v < largest ? v : largest;
+        v = v > least ? v : least;
+    }
+    return as_v(uint)(v + 0x1.8p23f);
 }
+
+static vuchar encode(vfloat v, const bool plain) { return convert_v(uchar)(encode_int(v, plain) & 0xffu); }
 #endif
 
 static vfloat decode(vuchar codes)
@@ -75,6 +87,10 @@ static vfloat decode(vuchar codes)
     return convert_v(float)(as_v(char)(codes));
 #elif FORMAT == INT4
     return convert_v(float)(codes);
+#elif CONVERT_NV && VEC >= 2 && FORMAT == FP8_E4M3FN
+    return CAT(nv_e4m3_to_float_, VEC)(codes);
+#elif CONVERT_NV && VEC >= 2
+    return CAT(nv_e5m2_to_float_, VEC)(codes);
 #else
     const vuint code = convert_v(uint)(codes);
     const vuint a = code & 0x7fu;
@@ -88,62 +104,81 @@ static vfloat decode(vuchar codes)
 #endif
 }
 
-#if FORMAT == INT4
-#if VEC == 16
-#define BYTES 8 /* that hold VEC codes */
-#elif VEC == 8
-#define BYTES 4
-#elif VEC == 4
-#define BYTES 2
-#elif VEC == 1
+/* The bytes that hold VEC codes, and the integers as which aligned ones are moved. */
+#if VEC == 1 && FORMAT == INT4
 #error "INT4: VEC of at least 2 is required, a work-item owns whole bytes"
-#endif
+#elif VEC == 16 && FORMAT != INT4
+typedef uchar16 bytes_t;
+typedef uint4 moved_t;
+#define as_moved as_uint4
+#define as_bytes as_uchar16
+#elif VEC / PACK == 8
+typedef uchar8 bytes_t;
+typedef uint2 moved_t;
+#define as_moved as_uint2
+#define as_bytes as_uchar8
+#elif VEC / PACK == 4
+typedef uchar4 bytes_t;
+typedef uint moved_t;
+#define as_moved as_uint
+#define as_bytes as_uchar4
+#elif VEC / PACK == 2
+typedef uchar2 bytes_t;
+typedef ushort moved_t;
+#define as_moved as_ushort
+#define as_bytes as_uchar2
 #else
-#define BYTES VEC
+typedef uchar bytes_t;
+typedef uchar moved_t;
+#define as_moved
+#define as_bytes
 #endif
+typedef struct __attribute__((packed)) { bytes_t v; } packed_bytes_t;
 
-/* VEC codes to memory.  left as in load_x: an odd row's spare nibble is 0. */
-static void store_codes(__global uchar *p, vuchar codes, size_t left)
+/* Packs the codes of VEC values already divided by their scale; plain as in encode(), left as in load_x:
+   an odd row's spare nibble is 0. */
+static bytes_t encode_packed(vfloat v, const bool plain, uint left)
 {
-#if FORMAT == INT4 && VEC == 2
-    *p = left > 1 ? (uchar)(codes.x | (codes.y << 4)) : codes.x;
+#if FORMAT != INT4
+    return encode(v, plain);
+#elif VEC == 2
+    const uchar2 codes = encode(v, plain);
+    return left > 1 ? (uchar)(codes.x | (codes.y << 4)) : codes.x;
+#elif ALIGNED && VEC == 8 /* a multiplication and addition an element: the codes add up without a carry */
+    const uint8 u = encode_int(v, plain);
+    const uint4 two = u.odd * 16u + u.even;
+    const uint2 four = two.odd * 256u + two.even;
+    return as_uchar4(four.y * 65536u + four.x - as_uint(0x1.8p23f) * 0x11111111u);
 #else
-#if FORMAT == INT4
-    const CAT(uchar, BYTES) raw = codes.even | (codes.odd << (uchar)4);
-#else
-    const vuchar raw = codes;
-#endif
-#if VEC == 1
-    *p = raw;
-#elif ALIGNED
-    *(__global CAT(uchar, BYTES) *)p = raw;
-#else
-    CAT(vstore, BYTES)(raw, 0, p);
-#endif
+    const vuchar codes = encode(v, plain);
+    return codes.even | (codes.odd << (uchar)4);
 #endif
 }
 
-/* The counterpart of store_codes. */
+static void store_bytes(__global uchar *p, bytes_t bytes)
+{
+#if ALIGNED
+    *(__global moved_t *)p = as_moved(bytes);
+#else
+    ((__global packed_bytes_t *)p)->v = bytes;
+#endif
+}
+
+/* VEC codes, one a byte, from memory. */
 static vuchar load_codes(__global const uchar *p)
 {
-#if FORMAT == INT4 && VEC == 2
-    return (uchar2)(*p & 15, *p >> 4);
+#if ALIGNED
+    const bytes_t bytes = as_bytes(*(__global const moved_t *)p);
 #else
-#if VEC == 1
-    const uchar raw = *p;
-#elif ALIGNED
-    const CAT(uchar, BYTES) raw = *(__global const CAT(uchar, BYTES) *)p;
-#else
-    const CAT(uchar, BYTES) raw = CAT(vload, BYTES)(0, p);
+    const bytes_t bytes = ((__global const packed_bytes_t *)p)->v;
 #endif
 #if FORMAT == INT4
     vuchar codes;
-    codes.even = raw & (uchar)15;
-    codes.odd = raw >> (uchar)4;
+    codes.even = bytes & (uchar)15;
+    codes.odd = bytes >> (uchar)4;
     return codes;
 #else
-    return raw;
-#endif
+    return bytes;
 #endif
 }
 
@@ -195,7 +230,7 @@ static float round_min(float v)
 /* ---- blocks ---- */
 
 /* Block number b of rows cut into blocks: its first element, where its codes begin, its length. */
-typedef struct { size_t x, codes, size; } span_t;
+typedef struct { size_t x, codes; uint size; } span_t;
 
 static span_t block_span(size_t b, ulong dim, uint block, uint blocks_per_row)
 {
@@ -208,6 +243,6 @@ static span_t block_span(size_t b, ulong dim, uint block, uint blocks_per_row)
     }
     s.x = row * (size_t)dim + column;
     s.codes = row * (size_t)((dim + PACK - 1) / PACK) + column / PACK;
-    s.size = min((size_t)block, (size_t)dim - column);
+    s.size = (uint)min((size_t)block, (size_t)dim - column);
     return s;
 }

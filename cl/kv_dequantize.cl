@@ -14,6 +14,7 @@
    FORMAT  FP8_E4M3FN | FP8_E5M2 | INT8 | INT4
    SCALE_TYPE  F32 | F16
    PER_TENSOR  0 (default) | 1: the one scale serves all blocks
+   CHUNKS  n: block == LANES * VEC * n and blocks_per_row == 1; 0 (default): any block
    X_TYPE WG VEC LANES ALIGNED HALF CONVERT_NV  see common.h, vendor.h
 
 5. Needs
@@ -28,31 +29,55 @@
 #ifndef PER_TENSOR
 #define PER_TENSOR 0
 #endif
+#ifndef CHUNKS
+#define CHUNKS 0
+#endif
+
+/* low: the block's min, unused without one */
+static vfloat restore(vuchar codes, float scale, float low)
+{
+    const vfloat v = decode(codes) * scale;
+#if ASYMMETRIC
+    return v + low;
+#else
+    return v;
+#endif
+}
 
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
-void kv_dequantize(__global x_t *y, ulong y_offset, __global const uchar *codes, ulong codes_offset,
-                   __global const scale_t *scales, ulong scales_offset,
+void kv_dequantize(__global x_t *restrict y, ulong y_offset, __global const uchar *restrict codes, ulong codes_offset,
+                   __global const scale_t *restrict scales, ulong scales_offset,
 #if ASYMMETRIC
-                   __global const scale_t *mins, ulong mins_offset,
+                   __global const scale_t *restrict mins, ulong mins_offset,
 #endif
                    ulong blocks, ulong dim, uint block, uint blocks_per_row, uint blocks_per_team)
 {
     const uint lane = (uint)get_local_id(0) % LANES;
     const size_t team = get_global_id(0) / LANES;
     const size_t end = min((size_t)blocks, (team + 1) * blocks_per_team);
+    y += y_offset;
+    codes += codes_offset;
     for (size_t b = team * blocks_per_team; b < end; b++) {
-        const span_t s = block_span(b, dim, block, blocks_per_row);
         const size_t stored = PER_TENSOR ? 0 : b;
         const float scale = load_scale(scales + scales_offset + stored);
 #if ASYMMETRIC
         const float low = load_scale(mins + mins_offset + stored);
+#else
+        const float low = 0.0f;
 #endif
-        for (size_t k = lane * VEC; k < s.size; k += LANES * VEC) {
-            vfloat v = decode(load_codes(codes + codes_offset + s.codes + k / PACK)) * scale;
-#if ASYMMETRIC
-            v = v + low;
+#if CHUNKS
+        const size_t start = b * block + lane * VEC;
+        vuchar held[CHUNKS]; /* all loads are on their way before the first use */
+#pragma unroll
+        for (uint c = 0; c < CHUNKS; c++)
+            held[c] = load_codes(codes + (start + c * LANES * VEC) / PACK);
+#pragma unroll
+        for (uint c = 0; c < CHUNKS; c++)
+            store_x(y + start + c * LANES * VEC, restore(held[c], scale, low), VEC);
+#else
+        const span_t s = block_span(b, dim, block, blocks_per_row);
+        for (uint k = lane * VEC; k < s.size; k += LANES * VEC)
+            store_x(y + s.x + k, restore(load_codes(codes + s.codes + k / PACK), scale, low), s.size - k);
 #endif
-            store_x(y + y_offset + s.x + k, v, s.size - k);
-        }
     }
 }

@@ -25,7 +25,7 @@
    pyclquant/probe.py.
 */
 #include "common.h"
-#define TEAM_T int
+#define TEAM_T uint
 #include "team.h"
 
 #ifdef PROBE_BASE
@@ -46,17 +46,20 @@ void probe_base(__global const float *x, __global float *y)
 #endif
 
 #ifdef PROBE_VECTOR
+typedef struct __attribute__((packed)) { vint v; } packed_n_t;
+typedef struct __attribute__((packed)) { vuchar v; } packed_b_t;
+
 /* The built-ins of VEC elements that the kernels use. y, n, b: VEC elements a work-item. */
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
 void probe_vector(__global const float *x, __global float *y, __global int *n, __global uchar *b)
 {
     const size_t i = get_global_id(0) * VEC;
-    const vfloat v = vload_any(x + i);
+    const vfloat v = as_v(float)(((__global const packed_x_t *)(x + i))->v);
     const vint bits = as_v(int)(v);
     const vfloat f = fma(v, v, v);
-    vstore_any(fabs(f) < 100.0f ? f : v * 0.5f, y + i);
-    vstore_any(max(bits & 0x7fffffff, as_v(int)(f)), n + i);
-    vstore_any(convert_v(uchar)(as_v(uint)(min(convert_v(uint)(fabs(v)), (vuint)(200u)))), b + i);
+    ((__global packed_x_t *)(y + i))->v = as_v(uint)(fabs(f) < 100.0f ? f : v * 0.5f);
+    ((__global packed_n_t *)(n + i))->v = max(bits & 0x7fffffff, as_v(int)(f));
+    ((__global packed_b_t *)(b + i))->v = convert_v(uchar)(min(convert_v(uint)(fabs(v)), (vuint)(200u)));
 }
 #endif
 
@@ -81,12 +84,13 @@ void probe_denormals(__global const float *x, __global const float *w, __global 
 #endif
 
 #ifdef PROBE_DIVIDE
-/* y = x / w, by the divide() that the quantizers use. */
+/* y = x / w, by the divide() that the quantizers use, the short way where it is allowed. */
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
 void probe_divide(__global const float *x, __global const float *w, __global float *y)
 {
     const size_t i = get_global_id(0);
-    y[i] = divide(x[i], divisor(w[i]));
+    const divisor_t d = divisor(w[i]);
+    y[i] = i % 2 == 0 && is_plain(w[i]) ? divide(x[i], d, true) : divide(x[i], d, false);
 }
 #endif
 
@@ -153,12 +157,12 @@ void probe_subgroup(__global uint *size, __global uint *lane)
 __attribute__((intel_reqd_sub_group_size(SUBGROUP_SIZE)))
 #endif
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
-void probe_shuffle(__global const int *x, __global int *y)
+void probe_shuffle(__global const uint *x, __global uint *y)
 {
-    __local int scratch[TEAM_SLOTS];
+    __local uint scratch[TEAM_SLOTS];
     const size_t i = get_global_id(0);
     for (uint s = 0; s < 7; s++)
-        y[i * 8 + s] = (1u << s) < LANES ? lane_xor(x[i], 1u << s) : -1;
+        y[i * 8 + s] = (1u << s) < LANES ? lane_xor(x[i], 1u << s) : 0u;
     y[i * 8 + 7] = team_max(x[i], scratch);
 }
 #endif
@@ -187,14 +191,19 @@ void probe_dot(__global const uint *x, __global const uint *w, __global int *y)
 #endif
 
 #ifdef PROBE_NV_CONVERT
-/* Two floats x[2i], x[2i + 1] to two e4m3fn, two e5m2 and two bfloat16. */
+/* Two floats x[2i], x[2i + 1] to two e4m3fn, e5m2, bfloat16 and half; the two bytes and the two halves back. */
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
-void probe_nv_convert(__global const float2 *x, __global uchar2 *e4m3, __global uchar2 *e5m2, __global ushort2 *bfloat16)
+void probe_nv_convert(__global const float2 *x, __global uchar2 *e4m3, __global uchar2 *e5m2, __global ushort2 *bfloat16,
+                      __global ushort2 *half16, __global float2 *from_e4m3, __global float2 *from_e5m2, __global float2 *from_half)
 {
     const size_t i = get_global_id(0);
-    e4m3[i] = nv_to_e4m3_2(x[i]);
-    e5m2[i] = nv_to_e5m2_2(x[i]);
-    bfloat16[i] = nv_to_bfloat16_2(x[i]);
+    e4m3[i] = nv_float_to_e4m3_2(x[i]);
+    e5m2[i] = nv_float_to_e5m2_2(x[i]);
+    bfloat16[i] = nv_float_to_bfloat16_2(x[i]);
+    half16[i] = nv_float_to_half_2(x[i]);
+    from_e4m3[i] = nv_e4m3_to_float_2((uchar2)((uchar)(2 * i), (uchar)(2 * i + 1)));
+    from_e5m2[i] = nv_e5m2_to_float_2((uchar2)((uchar)(2 * i), (uchar)(2 * i + 1)));
+    from_half[i] = nv_half_to_float_2((ushort2)((ushort)(2 * i), (ushort)(2 * i + 1)));
 }
 #endif
 

@@ -3,11 +3,11 @@
 Included after common.h by kernels that reduce.
 
 Macros
-    TEAM_T  what is reduced: int or int2 (defined by the kernel file)
+    TEAM_T  what is reduced: uint or uint2 (defined by the kernel file)
     WG LANES SHUFFLE  see common.h, vendor.h
 */
 #ifndef TEAM_T
-#error "TEAM_T: int or int2 is required"
+#error "TEAM_T: uint or uint2 is required"
 #endif
 
 #if SHUFFLE || LANES == 1

@@ -5,10 +5,11 @@ the macro only where the probe has seen the right bits.
 
 Macros
     SHUFFLE     0 none | 1 cl_khr_subgroup_shuffle | 2 cl_intel_subgroups | 3 NVIDIA PTX
-                lane_xor(v, mask): v (int or int2) of the lane whose number differs by mask, mask < LANES
-    CONVERT_NV  1: NVIDIA PTX conversions between float32, bfloat16 and FP8 (sm_89 and later)
-                nv_to_e4m3_N(v), nv_to_e5m2_N(v), nv_to_bfloat16_N(v) for N = 2, 4, 8, 16:
-                floatN to ucharN or ushortN, to nearest even, NaN to NaN; FP8 saturates
+                lane_xor(v, mask): v (uint or uint2) of the lane whose number differs by mask, mask < LANES
+    CONVERT_NV  1: NVIDIA PTX conversions (sm_89 and later), for N = 2, 4, 8, 16:
+                nv_float_to_{e4m3,e5m2,bfloat16,half}_N, to nearest even, NaN to NaN; FP8 saturates
+                nv_{e4m3,e5m2,half}_to_float_N, exact
+                nv_{max,min}_{bfloat16,half}_N for N = 2, 4, 8 words of two elements; NaN wins
 */
 #ifndef CONVERT_NV
 #define CONVERT_NV 0
@@ -18,56 +19,127 @@ Macros
 #ifdef cl_khr_subgroup_shuffle
 #pragma OPENCL EXTENSION cl_khr_subgroup_shuffle : enable
 #endif
-static int lane_xor_word(int v, uint mask) { return sub_group_shuffle_xor(v, mask); }
+static uint lane_xor_word(uint v, uint mask) { return sub_group_shuffle_xor(v, mask); }
 #elif SHUFFLE == 2
 #pragma OPENCL EXTENSION cl_intel_subgroups : enable
-static int lane_xor_word(int v, uint mask) { return intel_sub_group_shuffle_xor(v, mask); }
+static uint lane_xor_word(uint v, uint mask) { return intel_sub_group_shuffle_xor(v, mask); }
 #elif SHUFFLE == 3
-static int lane_xor_word(int v, uint mask)
+static uint lane_xor_word(uint v, uint mask)
 {
-    int r;
+    uint r;
     asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, 0xffffffff;" : "=r"(r) : "r"(v), "r"(mask));
     return r;
 }
 #endif
 #if SHUFFLE
 /* 32-bit scalars only: shuffles of vectors of smaller types are broken on some drivers (llama.cpp issue 19921). */
-static int __attribute__((overloadable)) lane_xor(int v, uint mask) { return lane_xor_word(v, mask); }
-static int2 __attribute__((overloadable)) lane_xor(int2 v, uint mask)
+static uint __attribute__((overloadable)) lane_xor(uint v, uint mask) { return lane_xor_word(v, mask); }
+static uint2 __attribute__((overloadable)) lane_xor(uint2 v, uint mask)
 {
-    return (int2)(lane_xor_word(v.x, mask), lane_xor_word(v.y, mask));
+    return (uint2)(lane_xor_word(v.x, mask), lane_xor_word(v.y, mask));
 }
 #endif
 
 #if CONVERT_NV
-static uchar2 nv_to_e4m3_2(float2 v)
+static uchar2 nv_float_to_e4m3_2(float2 v)
 {
     ushort r;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(v.y), "f"(v.x));
     return as_uchar2(r);
 }
 
-static uchar2 nv_to_e5m2_2(float2 v)
+static uchar2 nv_float_to_e5m2_2(float2 v)
 {
     ushort r;
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(r) : "f"(v.y), "f"(v.x));
     return as_uchar2(r);
 }
 
-static ushort2 nv_to_bfloat16_2(float2 v)
+static ushort2 nv_float_to_bfloat16_2(float2 v)
 {
     uint r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(v.y), "f"(v.x));
     return as_ushort2(r);
 }
 
-#define nv_to_e4m3_4(v) (uchar4)(nv_to_e4m3_2((v).lo), nv_to_e4m3_2((v).hi))
-#define nv_to_e4m3_8(v) (uchar8)(nv_to_e4m3_4((v).lo), nv_to_e4m3_4((v).hi))
-#define nv_to_e4m3_16(v) (uchar16)(nv_to_e4m3_8((v).lo), nv_to_e4m3_8((v).hi))
-#define nv_to_e5m2_4(v) (uchar4)(nv_to_e5m2_2((v).lo), nv_to_e5m2_2((v).hi))
-#define nv_to_e5m2_8(v) (uchar8)(nv_to_e5m2_4((v).lo), nv_to_e5m2_4((v).hi))
-#define nv_to_e5m2_16(v) (uchar16)(nv_to_e5m2_8((v).lo), nv_to_e5m2_8((v).hi))
-#define nv_to_bfloat16_4(v) (ushort4)(nv_to_bfloat16_2((v).lo), nv_to_bfloat16_2((v).hi))
-#define nv_to_bfloat16_8(v) (ushort8)(nv_to_bfloat16_4((v).lo), nv_to_bfloat16_4((v).hi))
-#define nv_to_bfloat16_16(v) (ushort16)(nv_to_bfloat16_8((v).lo), nv_to_bfloat16_8((v).hi))
+static ushort2 nv_float_to_half_2(float2 v)
+{
+    uint r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(v.y), "f"(v.x));
+    return as_ushort2(r);
+}
+
+static float2 nv_half_to_float_2(ushort2 h)
+{
+    float2 v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v.x) : "h"(h.x));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v.y) : "h"(h.y));
+    return v;
+}
+
+/* Every FP8 value is a float16 value. */
+static float2 nv_e4m3_to_float_2(uchar2 codes)
+{
+    uint r;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(as_ushort(codes)));
+    return nv_half_to_float_2(as_ushort2(r));
+}
+
+static float2 nv_e5m2_to_float_2(uchar2 codes)
+{
+    uint r;
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(r) : "h"(as_ushort(codes)));
+    return nv_half_to_float_2(as_ushort2(r));
+}
+
+/* Larger and smaller of two pairs; NaN wins. */
+static uint nv_max_bfloat16_pair(uint a, uint b)
+{
+    uint r;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+static uint nv_min_bfloat16_pair(uint a, uint b)
+{
+    uint r;
+    asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+static uint nv_max_half_pair(uint a, uint b)
+{
+    uint r;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+static uint nv_min_half_pair(uint a, uint b)
+{
+    uint r;
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+#define NV_WORDS(name)                                                                                          \
+    static uint2 name##_2(uint2 a, uint2 b) { return (uint2)(name##_pair(a.x, b.x), name##_pair(a.y, b.y)); }    \
+    static uint4 name##_4(uint4 a, uint4 b) { return (uint4)(name##_2(a.lo, b.lo), name##_2(a.hi, b.hi)); }      \
+    static uint8 name##_8(uint8 a, uint8 b) { return (uint8)(name##_4(a.lo, b.lo), name##_4(a.hi, b.hi)); }
+NV_WORDS(nv_max_bfloat16)
+NV_WORDS(nv_min_bfloat16)
+NV_WORDS(nv_max_half)
+NV_WORDS(nv_min_half)
+
+/* From pairs to VEC. */
+#define NV_WIDEN(name, from, to)                                                           \
+    static to##4 name##_4(from##4 v) { return (to##4)(name##_2(v.lo), name##_2(v.hi)); }    \
+    static to##8 name##_8(from##8 v) { return (to##8)(name##_4(v.lo), name##_4(v.hi)); }    \
+    static to##16 name##_16(from##16 v) { return (to##16)(name##_8(v.lo), name##_8(v.hi)); }
+NV_WIDEN(nv_float_to_e4m3, float, uchar)
+NV_WIDEN(nv_float_to_e5m2, float, uchar)
+NV_WIDEN(nv_float_to_bfloat16, float, ushort)
+NV_WIDEN(nv_float_to_half, float, ushort)
+NV_WIDEN(nv_half_to_float, ushort, float)
+NV_WIDEN(nv_e4m3_to_float, uchar, float)
+NV_WIDEN(nv_e5m2_to_float, uchar, float)
 #endif

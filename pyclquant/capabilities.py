@@ -75,7 +75,8 @@ class Capabilities:
     @staticmethod
     def from_report(reported: Mapping[str, Any]) -> Capabilities:
         """What one may expect of a device that is not at hand: the report, taken at its word where
-        nothing contradicts it. For tests and offline compilation; a real device is probed."""
+        nothing contradicts it. For tests and offline compilation; a real device is probed.
+        """
         extensions = reported.get("extensions") or []
         extra = reported.get("extra") or {}
         fp_config = reported.get("single_fp_config") or []

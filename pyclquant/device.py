@@ -65,6 +65,11 @@ def flags(names: Any, value: int | None) -> list[str] | None:
     return sorted(n for n in dir(names) if n.isupper() and isinstance(getattr(names, n), int) and value & getattr(names, n))
 
 
+def sub_group_sizes(device: Any) -> list[int]:
+    """CL_DEVICE_SUB_GROUP_SIZES_INTEL (0x4108), which pyopencl has no name for."""
+    return [int(n) for n in device.get_info(0x4108)]
+
+
 def report(device: cl.Device) -> dict[str, Any]:
     """What the driver says of a device, with the keys of `tests/devices/*.json`. Unknown is None."""
     bits = ask(lambda: device.type) or 0
@@ -85,7 +90,7 @@ def report(device: cl.Device) -> dict[str, Any]:
         "max_work_group_size": ask(lambda: device.max_work_group_size),
         "max_work_item_sizes": ask(lambda: list(device.max_work_item_sizes)),
         "preferred_work_group_size_multiple": ask(lambda: device.preferred_work_group_size_multiple),
-        "sub_group_sizes": ask(lambda: [int(n) for n in device.sub_group_sizes_intel]),
+        "sub_group_sizes": ask(lambda: sub_group_sizes(device)),
         "warp_or_wavefront": ask(lambda: device.warp_size_nv) or ask(lambda: device.wavefront_width_amd),
         "local_mem_size": ask(lambda: device.local_mem_size),
         "global_mem_size": ask(lambda: device.global_mem_size),
@@ -98,7 +103,7 @@ def report(device: cl.Device) -> dict[str, Any]:
         "extra": {
             "device_profile": ask(lambda: device.profile),
             "address_bits": ask(lambda: device.address_bits),
-            "local_mem_type": None if local_type is None else cl.device_local_mem_type.to_string(local_type).title(),
+            "local_mem_type": {1: "Local", 2: "Global"}.get(local_type),
             "host_unified_memory": ask(lambda: bool(device.host_unified_memory)),
         },
     }
@@ -106,7 +111,8 @@ def report(device: cl.Device) -> dict[str, Any]:
 
 def discover(fresh: bool = False) -> Discovery:
     """All devices of all platforms. Drivers that crash or hang are left out, platforms without a device
-    are noted. fresh: check the drivers again instead of using the verdict on disk."""
+    are noted. fresh: check the drivers again instead of using the verdict on disk.
+    """
     prepared = icd.prepare(fresh)
     notes = [f"driver left out: {why}" for why in prepared.broken.values()]
     found: list[Found] = []
@@ -115,20 +121,21 @@ def discover(fresh: bool = False) -> Discovery:
     except cl.Error:
         platforms = []
     for p, platform in enumerate(platforms):
+        why = "it lists none"
         try:
             devices = platform.get_devices()
         except cl.Error as error:
-            devices = []
-            notes.append(f"platform {p} ({ask(lambda platform=platform: platform.name)}): no device ({error})")
+            devices, why = [], str(error)
         found += [Found(p, d, device, report(device)) for d, device in enumerate(devices)]
-        if not devices and not (notes and notes[-1].startswith(f"platform {p} ")):
-            notes.append(f"platform {p} ({ask(lambda platform=platform: platform.name)}): no device")
+        if not devices:
+            notes.append(f"platform {p} ({platform.name}): no device ({why})")
     return Discovery(tuple(found), tuple(notes))
 
 
 def preference(found: Found) -> tuple[int, int, int]:
     """Sort key of `Device.pick()`: GPUs with their own memory, other GPUs, accelerators, CPUs; then the
-    larger memory; then the order of enumeration."""
+    larger memory; then the order of enumeration.
+    """
     r = found.reported
     own_memory = not r["extra"]["host_unified_memory"]
     kind = {"gpu": 0 if own_memory else 1, "accelerator": 2}.get(r["device_type"], 3)
@@ -137,7 +144,8 @@ def preference(found: Found) -> tuple[int, int, int]:
 
 def matches(found: Found, selector: str) -> bool:
     """Whether a selector means this device: `P:D` is its place; `gpu`, `cpu` or `accelerator` its type;
-    anything else must occur in its platform, name, vendor or driver, whatever the case."""
+    anything else must occur in its platform, name, vendor or driver, whatever the case.
+    """
     s = selector.strip().lower()
     if s.replace(":", "", 1).isdigit() and ":" in s:
         return s == f"{found.platform_index}:{found.device_index}"
@@ -150,7 +158,8 @@ def matches(found: Found, selector: str) -> bool:
 
 def verdict_key(reported: dict[str, Any]) -> str:
     """Name of the file that keeps a device's verdicts: changes with platform, device, driver, this
-    package's version and its kernels."""
+    package's version and its kernels.
+    """
     sources = hashlib.sha256()
     for path in sorted(CL_DIR.glob("*.[ch]*")):
         sources.update(path.read_bytes())
@@ -207,16 +216,16 @@ class Device:
         """
         selector = selector if selector is not None else os.environ.get(ENVIRONMENT) or None
         discovery = discover(fresh)
+        properties = {"properties": cl.command_queue_properties.PROFILING_ENABLE} if profiling else {}
         failed = []
         for found in sorted(candidates(discovery, selector), key=preference):
             caps = capabilities(found, fresh)
             reason = caps.missing("base")
             if reason is None:
-                properties = cl.command_queue_properties.PROFILING_ENABLE if profiling else 0
                 try:
                     # The name keeps the context alive: with Intel's CPU runtime 2026.2 a queue does not.
                     context = cl.Context([found.device])
-                    return Device(cl.CommandQueue(context, properties=properties), caps)
+                    return Device(cl.CommandQueue(context, **properties), caps)
                 except cl.Error as error:
                     reason = f"no queue ({error})"
             failed.append(f"{found.label}: {reason}")

@@ -185,7 +185,7 @@ def resolve_granularity(fmt: Format, granularity: str | None) -> str:
 
 
 def check_eps(eps: float) -> float:
-    """eps as a float; raises ShapeError outside [2**-100, 1e30]."""
+    """Eps as a float; raises ShapeError outside [2**-100, 1e30]."""
     if not MIN_EPS <= eps <= 1e30:
         raise ShapeError(f"eps: expected 2**-100 to 1e30 (the smallest scale), got {eps!r}")
     return float(eps)

@@ -11,6 +11,7 @@ needs its libraries loaded and an .icd file; PoCL's wheel is found by pyopencl's
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
@@ -95,7 +96,7 @@ def write_folder(drivers: list[Icd], folder: Path) -> Path:
         if not target.exists() or target.read_text() != d.library + "\n":
             with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".tmp", delete=False) as f:
                 f.write(d.library + "\n")
-            os.replace(f.name, target)
+            Path(f.name).replace(target)
     return folder
 
 
@@ -165,14 +166,15 @@ def write_cache(path: Path, content: object) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
             json.dump(content, f, indent=1)
-        os.replace(f.name, path)
+        Path(f.name).replace(path)
     except OSError:
         pass
 
 
 def prepare(fresh: bool = False) -> Prepared:
     """Decide, once a process, which drivers the loader sees. Sets OCL_ICD_VENDORS when that differs
-    from what it would find by itself. fresh: ignore the cached verdict."""
+    from what it would find by itself. fresh: ignore the cached verdict.
+    """
     global _prepared
     if _prepared is not None:
         return _prepared
@@ -205,10 +207,8 @@ def _child(wheel_libraries: list[str]) -> None:
     except cl.Error:
         return  # no platform: nothing that could be broken
     for platform in platforms:
-        try:
+        with contextlib.suppress(cl.Error):
             platform.get_devices()
-        except cl.Error:
-            pass
 
 
 if __name__ == "__main__":

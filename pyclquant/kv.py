@@ -7,18 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pyopencl.array as cla
 
+from pyclquant.arrays import (
+    AnyArray,
+    alignment,
+    check_array,
+    check_device_array,
+    expect,
+    kernel_arguments,
+    on_device,
+    on_host,
+)
 from pyclquant.device import Device
-from pyclquant.errors import ContextError, DTypeError, ShapeError
+from pyclquant.errors import DTypeError, ShapeError
 from pyclquant.formats import (
+    DEFAULT_GROUP_SIZE,
     EPS,
     FLOAT_DTYPES,
     FLOAT_MACROS,
+    SCALE_DTYPES,
     Format,
     Layout,
     check_eps,
@@ -26,10 +37,8 @@ from pyclquant.formats import (
     get_format,
     resolve_granularity,
 )
-from pyclquant.variants import KV, Blocks, Plan, select
+from pyclquant.variants import KV, Blocks, Macros, Plan, select
 
-HostArray = np.ndarray[Any, Any]
-AnyArray = HostArray | cla.Array
 Events = Sequence[cl.Event] | None
 
 PER_TENSOR_BLOCK = 4096
@@ -68,26 +77,19 @@ class Quantized:
 
     def get(self) -> Quantized:
         """The same with NumPy arrays; waits for the device."""
-
-        def host(a: AnyArray) -> HostArray:
-            return a.get() if isinstance(a, cla.Array) else a
-
-        return replace(
-            self, codes=host(self.codes), scales=host(self.scales), mins=None if self.mins is None else host(self.mins)
-        )
+        mins = None if self.mins is None else on_host(self.mins)
+        return replace(self, codes=on_host(self.codes), scales=on_host(self.scales), mins=mins)
 
     def to_device(self, dev: Device) -> Quantized:
         """The same with arrays on `dev`. Raises ContextError when they are on a device of another context."""
+        mins = None if self.mins is None else on_device(dev, self.mins, "mins")
+        return replace(self, codes=on_device(dev, self.codes, "codes"), scales=on_device(dev, self.scales, "scales"), mins=mins)
 
-        def there(a: AnyArray, name: str) -> cla.Array:
-            return on_device(dev, a, name)
-
-        return replace(
-            self,
-            codes=there(self.codes, "codes"),
-            scales=there(self.scales, "scales"),
-            mins=None if self.mins is None else there(self.mins, "mins"),
-        )
+    def device_arrays(self) -> list[cla.Array]:
+        """codes, scales and mins, those that there are, which must be on a device."""
+        arrays = [a for a in (self.codes, self.scales, self.mins) if isinstance(a, cla.Array)]
+        assert len(arrays) == (2 if self.mins is None else 3), "to_device() comes before"
+        return arrays
 
 
 def quantize(
@@ -121,43 +123,33 @@ def quantize(
     """
     fmt = get_format(format)
     x_dtype = float_dtype(check_array(dev, x, "x").dtype, "x")
-    scale_name = float_dtype(scale_dtype, "scale_dtype", ("float32", "float16"))
+    scale_name = float_dtype(scale_dtype, "scale_dtype", SCALE_DTYPES)
     eps = check_eps(eps)
     granularity = resolve_granularity(fmt, granularity)
     layout = Layout.of(x.shape, fmt, granularity, group_size)
     check_sizes(layout)
-    result = Quantized(fmt.name, granularity, layout.block if granularity == "per_group" else None, tuple(x.shape), x, x)
-    if granularity == "per_group" and group_size is not None:
-        result = replace(result, group_size=int(group_size))
+    result = Quantized(fmt.name, granularity, group_of(granularity, group_size), tuple(x.shape), x, x)
     result = with_arrays(dev, result, layout, fmt, scale_name, out)
     if layout.blocks == 0:
-        return fill_empty(dev, result, eps, fmt, wait_for)
+        return fill_empty(result, eps, fmt, wait_for)
 
     source = on_device(dev, x, "x")
-    per_tensor = granularity == "per_tensor"
-    dim, block, blocks_per_row, blocks = kernel_blocks(layout, fmt, per_tensor)
-    codes, scales, mins = result.codes, result.scales, result.mins
-    shape = Blocks(dim, block, blocks, source.dtype.itemsize, fmt.pack, alignment(fmt, source, codes))
-    plan = select(KV, dev.capabilities, shape, force)
-    macros = {
-        "FORMAT": fmt.macro,
-        "SCALE_TYPE": FLOAT_MACROS[scale_name],
-        "X_TYPE": FLOAT_MACROS[x_dtype],
-        "PER_TENSOR": int(per_tensor),
-    }
-    events = [*(wait_for or ()), *source.events, *(out.events if out else ())]
-    counts = [np.uint64(blocks), np.uint64(dim), np.uint32(block), np.uint32(blocks_per_row)]
-    amax: list[Any] = []
-    if per_tensor:
-        largest = cla.empty(dev.queue, 1, np.int32)
-        events = [cl.enqueue_fill_buffer(dev.queue, largest.base_data, np.int32(0), 0, 4, wait_for=events)]
-        amax = [largest.base_data]
-        arguments = [*buffer(source), *amax, *counts]
-        events = [launch(dev, "kv_quantize.cl", "kv_quantize_amax", plan, macros, arguments, events, blocks)]
-    arrays = [source, codes, scales] + ([mins] if mins is not None else [])
-    arguments = [a for array in arrays for a in buffer(array)] + amax + counts
-    event = launch(dev, "kv_quantize.cl", "kv_quantize", plan, macros, arguments, events, blocks, [np.float32(eps)])
-    for array in arrays[1:]:
+    written = result.device_arrays()
+    view = BlockView.of(layout, fmt, granularity)
+    plan = select(KV, dev.capabilities, view.blocks_of(source, written[0]), force)
+    macros = view.macros(x_dtype, scale_name)
+    events = [*(wait_for or ()), *source.events, *(e for a in written for e in a.events)]
+    amax = []
+    if view.per_tensor:
+        amax = [cl.Buffer(dev.context, cl.mem_flags.READ_WRITE, 4)]
+        events = [cl.enqueue_fill_buffer(dev.queue, amax[0], np.uint32(0), 0, 4, wait_for=events)]
+        arguments = [*kernel_arguments(source), *amax, *view.counts(plan)]
+        events = [
+            dev.programs.launch(dev.queue, "kv_quantize.cl", "kv_quantize_amax", plan, macros, arguments, view.blocks, events)
+        ]
+    arguments = [*kernel_arguments(source, *written), *amax, *view.counts(plan), np.float32(eps)]
+    event = dev.programs.launch(dev.queue, "kv_quantize.cl", "kv_quantize", plan, macros, arguments, view.blocks, events)
+    for array in written:
         array.add_event(event)
     return result
 
@@ -185,67 +177,50 @@ def dequantize(
     granularity = resolve_granularity(fmt, q.granularity)
     layout = Layout.of(q.shape, fmt, granularity, q.group_size)
     check_sizes(layout)
-    scale_name = float_dtype(q.scales.dtype, "scales", ("float32", "float16"))
+    scale_name = float_dtype(q.scales.dtype, "scales", SCALE_DTYPES)
     check_quantized(dev, q, layout, fmt, scale_name)
     if out is not None:
-        check_array(dev, out, "out", cla.Array)
-        expect(out, "out", q.shape, FLOAT_DTYPES[dtype_name])
+        expect(check_device_array(dev, out, "out"), "out", q.shape, FLOAT_DTYPES[dtype_name])
     y = out if out is not None else cla.empty(dev.queue, q.shape, FLOAT_DTYPES[dtype_name])
     if layout.blocks == 0:
         return y
 
-    there = q.to_device(dev)
-    codes, scales, mins = there.codes, there.scales, there.mins
-    per_tensor = granularity == "per_tensor"
-    dim, block, blocks_per_row, blocks = kernel_blocks(layout, fmt, per_tensor)
-    plan = select(KV, dev.capabilities, Blocks(dim, block, blocks, y.dtype.itemsize, fmt.pack, alignment(fmt, y, codes)), force)
-    macros = {
-        "FORMAT": fmt.macro,
-        "SCALE_TYPE": FLOAT_MACROS[scale_name],
-        "X_TYPE": FLOAT_MACROS[dtype_name],
-        "PER_TENSOR": int(per_tensor),
-    }
-    arrays = [y, codes, scales] + ([mins] if mins is not None else [])
-    events = [*(wait_for or ()), *(e for array in arrays for e in array.events)]
-    counts = [np.uint64(blocks), np.uint64(dim), np.uint32(block), np.uint32(blocks_per_row)]
-    arguments = [a for array in arrays for a in buffer(array)] + counts
-    y.add_event(launch(dev, "kv_dequantize.cl", "kv_dequantize", plan, macros, arguments, events, blocks))
+    read = q.to_device(dev).device_arrays()
+    view = BlockView.of(layout, fmt, granularity)
+    plan = select(KV, dev.capabilities, view.blocks_of(y, read[0], restore=True), force)
+    macros = view.macros(dtype_name, scale_name)
+    events = [*(wait_for or ()), *(e for a in (y, *read) for e in a.events)]
+    arguments = [*kernel_arguments(y, *read), *view.counts(plan)]
+    y.add_event(dev.programs.launch(dev.queue, "kv_dequantize.cl", "kv_dequantize", plan, macros, arguments, view.blocks, events))
     return y
 
 
-def plan_for(dev: Device, shape: tuple[int, ...], dtype: str, format: str | Format, granularity: str | None = None,
-             group_size: int | None = None, force: str | None = None) -> Plan:  # fmt: skip
-    """The launch that `quantize` and `dequantize` take for a tensor without offset; raises like them."""
+def plan_for(
+    dev: Device,
+    shape: tuple[int, ...],
+    dtype: str,
+    format: str | Format,
+    granularity: str | None = None,
+    group_size: int | None = None,
+    *,
+    restore: bool = False,
+    force: str | None = None,
+) -> Plan:
+    """The launch that `quantize` (restore: `dequantize`) takes for a tensor without offset; raises like them."""
     fmt = get_format(format)
-    granularity = resolve_granularity(fmt, granularity)
-    dim, block, _, blocks = kernel_blocks(Layout.of(shape, fmt, granularity, group_size), fmt, granularity == "per_tensor")
-    return select(KV, dev.capabilities, Blocks(dim, block, blocks, FLOAT_DTYPES[float_dtype(dtype)].itemsize, fmt.pack), force)
+    view = BlockView.of(Layout.of(shape, fmt, granularity, group_size), fmt, resolve_granularity(fmt, granularity))
+    blocks = Blocks(view.dim, view.block, view.blocks, FLOAT_DTYPES[float_dtype(dtype)].itemsize, fmt.pack, restore=restore)
+    return select(KV, dev.capabilities, blocks, force)
 
 
 # ---- checks ----
 
 
-def check_array(dev: Device, a: object, name: str, kind: Any = (np.ndarray, cla.Array)) -> AnyArray:
-    """`a` as an array that a kernel can take; raises DTypeError, ShapeError or ContextError."""
-    if not isinstance(a, kind):
-        want = "a pyopencl.array.Array" if kind is cla.Array else "a numpy.ndarray or a pyopencl.array.Array"
-        raise DTypeError(f"{name}: expected {want}, got {type(a).__name__}")
-    array: AnyArray = a
-    if not array.dtype.isnative:
-        raise DTypeError(f"{name}: expected native byte order, got dtype {array.dtype.str}")
-    if not array.flags.c_contiguous:
-        raise ShapeError(f"{name}: expected a C-contiguous array, got shape {array.shape} with strides {array.strides}")
-    if isinstance(array, cla.Array) and array.context != dev.context:
-        raise ContextError(f"{name}: expected an array of this device's context ({dev.name}), got one of another context")
-    return array
-
-
-def expect(a: AnyArray, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    """Raises ShapeError or DTypeError unless `a` has this shape and dtype."""
-    if tuple(a.shape) != tuple(shape):
-        raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tuple(a.shape)}")
-    if a.dtype != dtype:
-        raise DTypeError(f"{name}: expected {dtype}, got {a.dtype}")
+def group_of(granularity: str, group_size: int | None) -> int | None:
+    """The group size that a result remembers."""
+    if granularity != "per_group":
+        return None
+    return DEFAULT_GROUP_SIZE if group_size is None else int(group_size)
 
 
 def check_sizes(layout: Layout) -> None:
@@ -256,25 +231,15 @@ def check_sizes(layout: Layout) -> None:
 
 def check_quantized(dev: Device, q: Quantized, layout: Layout, fmt: Format, scale_name: str) -> None:
     """Raises unless the arrays of `q` are what its format, granularity and shape say."""
-    for a, name in ((q.codes, "codes"), (q.scales, "scales"), (q.mins, "mins")):
-        if name == "mins" and not fmt.asymmetric:
-            if a is not None:
-                raise ShapeError(f"mins: expected None for {fmt.name}, got an array of shape {tuple(a.shape)}")
-            continue
-        array = check_array(dev, a, name)
-        if name == "codes":
-            expect(array, name, layout.codes_shape, fmt.codes_dtype)
-        else:
-            expect(array, name, layout.scales_shape, FLOAT_DTYPES[scale_name])
+    expect(check_array(dev, q.codes, "codes"), "codes", layout.codes_shape, fmt.codes_dtype)
+    expect(check_array(dev, q.scales, "scales"), "scales", layout.scales_shape, FLOAT_DTYPES[scale_name])
+    if fmt.asymmetric:
+        expect(check_array(dev, q.mins, "mins"), "mins", layout.scales_shape, FLOAT_DTYPES[scale_name])
+    elif q.mins is not None:
+        raise ShapeError(f"mins: expected None for {fmt.name}, got an array of shape {tuple(q.mins.shape)}")
 
 
-# ---- arrays and launches ----
-
-
-def on_device(dev: Device, a: AnyArray, name: str) -> cla.Array:
-    """`a` itself when it is on this device, else a copy of the NumPy array there."""
-    check_array(dev, a, name)
-    return a if isinstance(a, cla.Array) else cla.to_device(dev.queue, a)
+# ---- arrays and blocks ----
 
 
 def with_arrays(dev: Device, result: Quantized, layout: Layout, fmt: Format, scale_name: str, out: Quantized | None) -> Quantized:
@@ -292,70 +257,65 @@ def with_arrays(dev: Device, result: Quantized, layout: Layout, fmt: Format, sca
     for what in ("format", "granularity", "group_size", "shape"):
         if getattr(out, what) != getattr(result, what):
             raise ShapeError(f"out: expected {what} {getattr(result, what)}, got {getattr(out, what)}")
+    check_quantized(dev, out, layout, fmt, scale_name)
     for a, name in ((out.codes, "out.codes"), (out.scales, "out.scales"), (out.mins, "out.mins")):
         if a is not None:
-            check_array(dev, a, name, cla.Array)
-    check_quantized(dev, out, layout, fmt, scale_name)
+            check_device_array(dev, a, name)
     return replace(result, codes=out.codes, scales=out.scales, mins=out.mins)
 
 
-def fill_empty(dev: Device, result: Quantized, eps: float, fmt: Format, wait_for: Events) -> Quantized:
+def fill_empty(result: Quantized, eps: float, fmt: Format, wait_for: Events) -> Quantized:
     """A tensor without elements launches nothing; scales that exist all the same are those of no finite element."""
-    if result.scales.size:
+    cl.wait_for_events(list(wait_for or ()))
+    for a in result.device_arrays()[1:]:
         scale = np.float32(0 if fmt.asymmetric else eps)
-        if result.scales.dtype == np.float16:
+        if a.dtype == np.float16 and not fmt.asymmetric:
             scale = max(scale, np.float32(2.0**-14))
-        result.scales.fill(scale.astype(result.scales.dtype), wait_for=list(wait_for or ()))
+        if a.size:
+            a.fill(scale.astype(a.dtype))
     return result
 
 
-def kernel_blocks(layout: Layout, fmt: Format, per_tensor: bool) -> tuple[int, int, int, int]:
-    """dim, block, blocks_per_row and blocks as the kernels take them.
+@dataclass(frozen=True)
+class BlockView:
+    """A tensor as the kernels see it: rows of `dim` elements, cut into blocks; see `cl/kv_quantize.cl`."""
 
-    Blocks that fill their rows exactly are passed as rows of their own: that spares the kernel a division.
-    """
-    if per_tensor:
-        block = min(layout.dim, PER_TENSOR_BLOCK)
-        blocks_per_row = -(-layout.dim // block) if block else 0
-        return layout.dim, block, blocks_per_row, layout.rows * blocks_per_row
-    if layout.block and layout.dim % layout.block == 0 and layout.block % fmt.pack == 0:
-        return layout.block, layout.block, 1, layout.blocks
-    return layout.dim, layout.block, layout.blocks_per_row, layout.blocks
+    fmt: Format
+    per_tensor: bool
+    dim: int
+    block: int
+    blocks_per_row: int
+    blocks: int
 
+    @staticmethod
+    def of(layout: Layout, fmt: Format, granularity: str) -> BlockView:
+        """Blocks that fill their rows exactly become rows of their own: that spares the kernel a division.
 
-def buffer(a: cla.Array) -> list[Any]:
-    """Kernel arguments of an array: its buffer and its offset in elements."""
-    return [a.base_data, np.uint64(a.offset // a.dtype.itemsize)]
+        With one scale for all, the blocks are pieces that a team takes at a time.
+        """
+        if granularity == "per_tensor":
+            block = min(layout.dim, PER_TENSOR_BLOCK)
+            blocks_per_row = -(-layout.dim // block) if block else 0
+            return BlockView(fmt, True, layout.dim, block, blocks_per_row, layout.rows * blocks_per_row)
+        if layout.block and layout.dim % layout.block == 0 and layout.block % fmt.pack == 0:
+            return BlockView(fmt, False, layout.block, layout.block, 1, layout.blocks)
+        return BlockView(fmt, False, layout.dim, layout.block, layout.blocks_per_row, layout.blocks)
 
+    def blocks_of(self, floats: cla.Array, codes: cla.Array, *, restore: bool = False) -> Blocks:
+        """What the choice of a variant needs to know."""
+        align = alignment(floats.offset // floats.dtype.itemsize, codes.offset * self.fmt.pack)
+        return Blocks(self.dim, self.block, self.blocks, floats.dtype.itemsize, self.fmt.pack, align, restore)
 
-def alignment(fmt: Format, floats: cla.Array, codes: cla.Array) -> int:
-    """The largest power of two, up to 2^20, that divides the element offsets of both."""
-    offsets = floats.offset // floats.dtype.itemsize | codes.offset * fmt.pack | 1 << 20
-    return int(offsets & -offsets)
+    def counts(self, plan: Plan) -> list[np.generic]:
+        """Kernel arguments: blocks, dim, block, blocks_per_row, blocks_per_team."""
+        wide, narrow = np.uint64, np.uint32
+        return [wide(self.blocks), wide(self.dim), narrow(self.block), narrow(self.blocks_per_row), narrow(plan.blocks_per_team)]
 
-
-def launch(
-    dev: Device,
-    file: str,
-    name: str,
-    plan: Plan,
-    macros: dict[str, str | int],
-    arguments: list[Any],
-    wait_for: list[cl.Event],
-    blocks: int,
-    more: Sequence[Any] = (),
-) -> cl.Event:
-    """Enqueue a kernel over blocks: `arguments`, then blocks_per_team, then `more`.
-
-    The work-group shrinks until the built kernel takes it.
-    """
-    with dev.programs.lock:
-        while True:
-            kernel = dev.programs.kernel(file, name, {**macros, **plan.defines()}, plan.options)
-            limit = kernel.get_work_group_info(cl.kernel_work_group_info.WORK_GROUP_SIZE, dev.queue.device)
-            if plan.wg <= limit or plan.wg == 1:
-                break
-            wg = plan.wg // 2
-            plan = replace(plan, wg=wg, lanes=min(plan.lanes, wg))
-        kernel.set_args(*arguments, np.uint32(plan.blocks_per_team), *more)
-        return cl.enqueue_nd_range_kernel(dev.queue, kernel, (plan.global_size(blocks),), (plan.wg,), wait_for=wait_for)
+    def macros(self, float_name: str, scale_name: str) -> Macros:
+        """Macros of the build that follow from the arrays."""
+        return {
+            "FORMAT": self.fmt.macro,
+            "SCALE_TYPE": FLOAT_MACROS[scale_name],
+            "X_TYPE": FLOAT_MACROS[float_name],
+            "PER_TENSOR": int(self.per_tensor),
+        }

@@ -78,24 +78,27 @@ Feature = Callable[[Bench], Verdict]
 
 
 def verdict(failure: str | None, success: str = "right bits", **more: Any) -> Verdict:
-    """ok when there is no failure."""
+    """Ok when there is no failure."""
     return Verdict(failure is None, failure or success, **more)
 
 
 def floats(seed: int, n: int, low: int = -100, high: int = 100) -> Array:
-    """n float32 [n] with random mantissas, signs, and exponents low..high."""
+    """N float32 [n] with random mantissas, signs, and exponents low..high."""
     rng = np.random.default_rng(seed)
     mantissa = rng.integers(1 << 23, 1 << 24, n) * rng.choice([-1, 1], n)
-    return np.ldexp(mantissa.astype(np.float64), rng.integers(low, high + 1, n) - 23).astype(np.float32)
+    return np.asarray(np.ldexp(mantissa.astype(np.float64), rng.integers(low, high + 1, n) - 23), dtype=np.float32)
 
 
 def base(b: Bench) -> Verdict:
+    """Local memory, a barrier and arithmetic: what every kernel needs."""
     x = np.arange(64, dtype=np.float32)
     (y,) = b.run("base", [x], [np.zeros(64, np.float32)], {"WG": 16})
     return verdict(mismatch(y, np.repeat(x.reshape(4, 16).sum(1), 16) + x / 2))
 
 
 def vector(width: int) -> Feature:
+    """The built-ins of one vector width."""
+
     def feature(b: Bench) -> Verdict:
         rng = np.random.default_rng(1)
         x = (rng.integers(-4095, 4096, 16 * width) / 64).astype(np.float32)  # 12 bits: the fma is exact in float64
@@ -111,13 +114,14 @@ def vector(width: int) -> Feature:
             mismatch(y, np.where(np.abs(f) < 100, f, x / 2).astype(np.float32), "fma, fabs, ?:")
             or mismatch(n, np.maximum(x.view(np.int32) & 0x7FFFFFFF, f.view(np.int32)), "max, as_int")
             or mismatch(c, np.minimum(np.abs(x), 200).astype(np.uint8), "convert, min"),
-            f"vload, vstore, fma, max, min, fabs, convert, as and ?: of width {width} gave the right bits",
+            f"packed loads and stores, fma, max, min, fabs, convert, as and ?: of width {width} gave the right bits",
         )
 
     return feature
 
 
 def fma(b: Bench) -> Verdict:
+    """One rounding, for normal operands: residuals of products."""
     x, w = floats(2, 4096, -20, 20), floats(3, 4096, -20, 20)
     exact = x.astype(np.float64) * w
     z = -exact.astype(np.float32)
@@ -126,6 +130,7 @@ def fma(b: Bench) -> Verdict:
 
 
 def fma_denormals(b: Bench) -> Verdict:
+    """One rounding, for subnormal operands."""
     x, w = floats(4, 1024, -100, -90), floats(5, 1024, -12, -10)
     z = np.ldexp(np.arange(1, 1025, dtype=np.float64), -149).astype(np.float32)
     (y,) = b.run("fma", [x, w, z], [np.zeros_like(x)])
@@ -133,18 +138,22 @@ def fma_denormals(b: Bench) -> Verdict:
 
 
 def denormals(b: Bench) -> Verdict:
-    x = np.ldexp(np.arange(1, 1025, dtype=np.float64) + (1 << 23), -149 - 0).astype(np.float32)
+    """Whether a float32 product may be subnormal."""
+    x = np.ldexp(np.arange(1, 1025, dtype=np.float64) + (1 << 23), -149).astype(np.float32)
     w = np.full(1024, 0.25, np.float32)
     (y,) = b.run("denormals", [x, w], [np.zeros_like(x)])
     return verdict(mismatch(y, x * w), "float32 subnormals are kept")
 
 
 def division(mode: str, options: str = "") -> Feature:
+    """One way of dividing, on hard and random quotients."""
+
     def feature(b: Bench) -> Verdict:
         w = np.abs(floats(6, 1 << 16, -60, 60))
-        hard = np.float32([1.0, 448.0, 127.0, 57344.0, 15.0, 2 - 2**-23, 1 + 2**-23, 1 / 3, 16777215.0, 2**-100])
-        w[: 4096 * len(hard)].reshape(-1, 4096)[: len(hard)] = hard[:, None][: len(w) // 4096]
+        hard = np.array([1.0, 448.0, 127.0, 57344.0, 15.0, 2 - 2**-23, 1 + 2**-23, 1 / 3, 16777215.0, 2**-100], np.float32)
+        w[: 4096 * hard.size] = np.repeat(hard, 4096)
         x = floats(7, w.size, -16, 16) * np.exp2(np.floor(np.log2(w))).astype(np.float32)
+        x[::1000] = np.copysign(0, x[::1000])
         (y,) = b.run("divide", [x, w], [np.zeros_like(x)], {"DIVIDE": mode}, tuple(options.split()))
         return verdict(mismatch(y, x / w), "correctly rounded", options=options)
 
@@ -163,12 +172,14 @@ def every_half() -> tuple[Array, Array]:
 
 
 def half_load(b: Bench) -> Verdict:
+    """vload_half of every float16."""
     halves, _ = every_half()
     (y,) = b.run("half_load", [halves.view(np.uint16)], [np.zeros(halves.shape, np.float32)])
     return verdict(mismatch(y, halves.astype(np.float32)), "all 65,536 values")
 
 
 def half_store(b: Bench) -> Verdict:
+    """vstore_half_rte of every float16 and of the ties between them."""
     _, x = every_half()
     with np.errstate(over="ignore"):
         want = x.astype(np.float16)
@@ -177,6 +188,7 @@ def half_store(b: Bench) -> Verdict:
 
 
 def half_convert(b: Bench) -> Verdict:
+    """The type half, converted both ways."""
     halves, x = every_half()
     repeated = np.tile(halves, 5)
     with np.errstate(over="ignore"):
@@ -194,6 +206,7 @@ def half_convert(b: Bench) -> Verdict:
 
 
 def half_arithmetic(b: Bench) -> Verdict:
+    """Products and sums in half."""
     rng = np.random.default_rng(8)
     x, w = (rng.normal(0, 4, 4096).astype(np.float16) for _ in range(2))
     (y,) = b.run("half_arithmetic", [x.view(np.uint16), w.view(np.uint16)], [np.zeros(4096, np.uint16)], {"HALF": 1})
@@ -224,6 +237,8 @@ def with_standards(attempt: Callable[[str], Verdict]) -> Verdict:
 
 
 def subgroup(b: Bench) -> Verdict:
+    """The size of a sub-group as measured inside a kernel, and the order of its lanes."""
+
     def attempt(options: str) -> Verdict:
         size, lane = b.run("subgroup", [], [np.zeros(256, np.uint32)] * 2, {"WG": 64}, tuple(options.split()))
         n = int(size[0])
@@ -237,6 +252,8 @@ def subgroup(b: Bench) -> Verdict:
 
 
 def subgroup_size(b: Bench) -> Verdict:
+    """Whether a kernel may ask for sub-groups of 16."""
+
     def attempt(options: str) -> Verdict:
         macros: dict[str, str | int] = {"WG": 64, "LANES": 16, "SHUFFLE": 2, "SUBGROUP_SIZE": 16}
         return shuffle_with(b, macros, options, 16)
@@ -245,15 +262,18 @@ def subgroup_size(b: Bench) -> Verdict:
 
 
 def shuffle_with(b: Bench, macros: dict[str, str | int], options: str, lanes: int) -> Verdict:
-    x = np.random.default_rng(9).integers(-(2**31), 2**31, 256).astype(np.int32)
-    (y,) = b.run("shuffle", [x], [np.zeros((256, 8), np.int32)], macros, tuple(options.split()), items=256)
+    """Lane shuffles and a reduction over teams of `lanes`."""
+    x = np.random.default_rng(9).integers(0, 2**32, 256).astype(np.uint32)
+    (y,) = b.run("shuffle", [x], [np.zeros((256, 8), np.uint32)], macros, tuple(options.split()), items=256)
     i = np.arange(256)
-    steps = [x[i ^ (1 << s)] if (1 << s) < lanes else np.full(256, -1) for s in range(7)]
-    want = np.stack([*steps, np.repeat(x.reshape(-1, lanes).max(1), lanes)], axis=1).astype(np.int32)
+    steps = [x[i ^ (1 << s)] if (1 << s) < lanes else np.zeros(256) for s in range(7)]
+    want = np.stack([*steps, np.repeat(x.reshape(-1, lanes).max(1), lanes)], axis=1).astype(np.uint32)
     return verdict(mismatch(y, want), f"right values across {lanes} lanes", value=lanes)
 
 
 def shuffle(number: int) -> Feature:
+    """The widest team that one spelling of the lane shuffle serves."""
+
     def feature(b: Bench) -> Verdict:
         sized: dict[str, str | int] = {"SUBGROUP_SIZE": 16} if b.caps.ok("subgroup_size") else {}
         failure: Verdict | None = None
@@ -273,6 +293,8 @@ def shuffle(number: int) -> Feature:
 
 
 def dot(number: int) -> Feature:
+    """One spelling of the dot product of four signed bytes."""
+
     def feature(b: Bench) -> Verdict:
         def attempt(options: str) -> Verdict:
             rng = np.random.default_rng(10)
@@ -289,25 +311,29 @@ def dot(number: int) -> Feature:
 
 
 def nv_convert(b: Bench) -> Verdict:
+    """NVIDIA's conversions, all at once."""
     _, x = every_half()
-    x = np.concatenate([x, floats(11, 1 << 16, -126, 127), np.float32([464, 465, 448, 61440, 57344, np.inf, -np.inf, np.nan])])
-    n = x.size // 2
-    e4m3, e5m2, b16 = b.run(
-        "nv_convert",
-        [x],
-        [np.zeros((n, 2), np.uint8), np.zeros((n, 2), np.uint8), np.zeros((n, 2), np.uint16)],
-        {"CONVERT_NV": 1},
-        items=n,
+    x = np.concatenate(
+        [x, floats(11, 1 << 16, -126, 127), np.array([464, 465, 448, 61440, 57344, np.inf, -np.inf, np.nan], np.float32)]
     )
+    n = x.size // 2
+    codes, half_bits = (np.arange(2 * n) % count for count in (256, 65536))
+    outputs = [np.zeros((n, 2), t) for t in (np.uint8, np.uint8, np.uint16, np.uint16, np.float32, np.float32, np.float32)]
+    e4m3, e5m2, b16, f16, *back = (a.ravel() for a in b.run("nv_convert", [x], outputs, {"CONVERT_NV": 1}, items=n))
     with np.errstate(over="ignore", invalid="ignore"):
         return verdict(
-            mismatch(e4m3.ravel(), reference.encode(x, FORMATS["fp8_e4m3fn"]).view(np.uint8), "e4m3fn")
-            or mismatch(e5m2.ravel(), reference.encode(x, FORMATS["fp8_e5m2"]).view(np.uint8), "e5m2")
-            or mismatch(b16.ravel().view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16), "bfloat16")
+            mismatch(e4m3, reference.encode(x, FORMATS["fp8_e4m3fn"]).view(np.uint8), "e4m3fn")
+            or mismatch(e5m2, reference.encode(x, FORMATS["fp8_e5m2"]).view(np.uint8), "e5m2")
+            or mismatch(b16.view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16), "bfloat16")
+            or mismatch(f16.view(np.float16), x.astype(np.float16), "float16")
+            or mismatch(back[0], reference.decode(codes.astype(np.uint8), FORMATS["fp8_e4m3fn"]), "from e4m3fn")
+            or mismatch(back[1], reference.decode(codes.astype(np.uint8), FORMATS["fp8_e5m2"]), "from e5m2")
+            or mismatch(back[2], half_bits.astype(np.uint16).view(np.float16).astype(np.float32), "from float16")
         )
 
 
 def nv_mma(b: Bench) -> Verdict:
+    """NVIDIA's FP8 matrix multiply."""
     e4m3 = ml_dtypes.float8_e4m3fn
     rng = np.random.default_rng(12)
     a, w = (rng.integers(-8, 9, shape).astype(np.float32).astype(e4m3) for shape in ((16, 32), (8, 32)))
@@ -316,6 +342,7 @@ def nv_mma(b: Bench) -> Verdict:
 
 
 def local_memory(b: Bench) -> Verdict:
+    """How much local memory one built kernel takes."""
     reported = int(b.caps.reported.get("local_mem_size") or 16384)
     size, failure = reported, ""
     while size >= 1024:
@@ -336,6 +363,7 @@ def local_memory(b: Bench) -> Verdict:
 
 
 def work_group(b: Bench) -> Verdict:
+    """How large a work-group with a barrier one built kernel takes."""
     size, failure = int(b.caps.reported.get("max_work_group_size") or 256), ""
     while size >= 1:
         try:
@@ -352,6 +380,7 @@ def work_group(b: Bench) -> Verdict:
 
 
 def index64(b: Bench) -> Verdict:
+    """Whether indices have 64 bits."""
     offset = 3 << 33
     (y,) = b.run("index64", [np.uint64(offset)], [np.zeros(64, np.uint32)])
     index = (offset + np.arange(64, dtype=np.uint64)) * np.uint64(3)
@@ -359,6 +388,8 @@ def index64(b: Bench) -> Verdict:
 
 
 def kv_known_answer(variant: str) -> Feature:
+    """Whether a variant of the K/V kernels equals the reference."""
+
     def feature(b: Bench) -> Verdict:
         from pyclquant.selftest import known_answers
 
@@ -453,7 +484,9 @@ def one_child(request: dict[str, Any], works: dict[str, Verdict], seconds: float
     child = subprocess.Popen(
         [sys.executable, "-m", "pyclquant.probe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert child.stdin and child.stdout and child.stderr
+    assert child.stdin
+    assert child.stdout
+    assert child.stderr
     lines: queues.Queue[bytes | None] = queues.Queue()
     errors: list[bytes] = []
 

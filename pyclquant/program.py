@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pyopencl as cl
 
 from pyclquant.errors import BuildError
+from pyclquant.variants import Macros, Plan
 
 HERE = Path(__file__).resolve().parent
 CL_DIR = next(p for p in (HERE / "cl", HERE.parent / "cl") if p.is_dir())
@@ -54,7 +56,8 @@ def build(
     """
     flags = build_options(macros, options)
     try:
-        return cl.Program(context, source(file)).build(options=flags, devices=[device])
+        program: cl.Program = cl.Program(context, source(file)).build(options=flags, devices=[device])
+        return program
     except cl.Error as error:
         raise BuildError(
             f"{file}: did not build on {device.name} (driver {device.driver_version}) with {' '.join(flags)}\n{error}"
@@ -63,7 +66,8 @@ def build(
 
 class Programs:
     """The kernels of one context and device. A kernel object holds its arguments, so whoever sets and
-    enqueues one holds `lock` meanwhile."""
+    enqueues one holds `lock` meanwhile.
+    """
 
     def __init__(self, context: cl.Context, device: cl.Device) -> None:
         self.context = context
@@ -80,3 +84,25 @@ class Programs:
                 for kernel in program.all_kernels():
                     self._kernels[file, kernel.function_name, tuple(sorted(macros.items())), options] = kernel
             return self._kernels[key]
+
+    def launch(
+        self,
+        queue: cl.CommandQueue,
+        file: str,
+        name: str,
+        plan: Plan,
+        macros: Macros,
+        arguments: Sequence[Any],
+        blocks: int,
+        wait_for: Sequence[cl.Event],
+    ) -> cl.Event:
+        """Enqueue a kernel over `blocks` blocks. The work-group shrinks until the built kernel takes it."""
+        with self.lock:
+            while True:
+                kernel = self.kernel(file, name, {**macros, **plan.defines()}, plan.options)
+                limit = kernel.get_work_group_info(cl.kernel_work_group_info.WORK_GROUP_SIZE, self.device)
+                if plan.wg <= limit or plan.wg == 1:
+                    break
+                plan = plan.halved()
+            kernel.set_args(*arguments)
+            return cl.enqueue_nd_range_kernel(queue, kernel, (plan.global_size(blocks),), (plan.wg,), wait_for=list(wait_for))

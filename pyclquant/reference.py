@@ -29,12 +29,13 @@ LARGEST_FLOAT = np.finfo(np.float32).max
 
 
 def widen(x: Array) -> Array:
-    """x as float32, exactly; a float32 or bfloat16 subnormal becomes a zero of its sign.
+    """X as float32, exactly; a float32 or bfloat16 subnormal becomes a zero of its sign.
 
     Some devices flush such values and some do not: the result must not depend on it.
     """
     v = np.asarray(x).astype(F32)
-    return np.where(np.abs(v) < SMALLEST_NORMAL, np.copysign(F32(0), v), v)
+    flushed: Array = np.where(np.abs(v) < SMALLEST_NORMAL, np.copysign(F32(0), v), v)
+    return flushed
 
 
 def encode(v: Array, fmt: Format) -> Array:
@@ -48,15 +49,16 @@ def encode(v: Array, fmt: Format) -> Array:
     if fmt.name.startswith("fp8"):
         clamped = np.clip(np.where(nan, F32(0), v), -fmt.largest, fmt.largest).astype(F32)
         codes = clamped.astype(fmt.codes_dtype).view(np.uint8)
-        return np.where(nan, np.uint8(0x7F), codes).view(fmt.codes_dtype)
+        return np.asarray(np.where(nan, np.uint8(0x7F), codes).view(fmt.codes_dtype))
     least = 0.0 if fmt.asymmetric else -fmt.largest
     whole = np.rint(np.clip(np.where(nan, F32(0), v), least, fmt.largest))
-    return whole.astype(fmt.codes_dtype)
+    return np.asarray(whole.astype(fmt.codes_dtype))
 
 
 def decode(codes: Array, fmt: Format) -> Array:
     """Float32 values of codes (int4: not packed), exactly, before the scale."""
-    return np.asarray(codes).view(fmt.codes_dtype).astype(F32)
+    values: Array = np.asarray(codes).view(fmt.codes_dtype).astype(F32)
+    return values
 
 
 def pack(codes: Array, fmt: Format) -> Array:
@@ -64,7 +66,7 @@ def pack(codes: Array, fmt: Format) -> Array:
     if fmt.pack == 1:
         return codes
     padded = np.concatenate([codes, np.zeros((*codes.shape[:-1], codes.shape[-1] % 2), np.uint8)], axis=-1)
-    return padded[..., 0::2] | (padded[..., 1::2] << np.uint8(4))
+    return np.asarray(padded[..., 0::2] | (padded[..., 1::2] << np.uint8(4)))
 
 
 def unpack(packed: Array, dim: int, fmt: Format) -> Array:
@@ -145,7 +147,8 @@ def dequantize(
     dtype: str = "float32",
 ) -> Array:
     """Values [*shape] of what `quantize` returned, in `dtype`: code * scale (int4: + min), each step
-    rounded to float32, then rounded once to `dtype`."""
+    rounded to float32, then rounded once to `dtype`.
+    """
     fmt = get_format(format)
     layout = Layout.of(shape, fmt, granularity, group_size)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):

@@ -79,7 +79,7 @@ def median_device_seconds(enqueue: Callable[[int], Any], seconds: float = 0.5, l
         events = events if isinstance(events, list) else [events]
         for event in events:
             event.wait()
-        return sum(event.profile.end - event.profile.start for event in events) * 1e-9
+        return float(sum(event.profile.end - event.profile.start for event in events)) * 1e-9
 
     device_time(0)
     times: list[float] = []

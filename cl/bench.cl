@@ -1,0 +1,102 @@
+/* bench.cl - how fast the device reads and copies: the floors that `pyclquant bench` compares kernels with.
+
+1. Computes
+   bench_read   sums[i] = xor of all words that work-item i read
+   bench_copy   dst = src
+
+2. Layouts
+   src   [vectors * VEC]    uint
+   dst   [vectors * VEC]    uint
+   sums  [global size]      uint
+
+3. Launch
+   local size WG, any number of work-groups.
+   CONTIGUOUS 1: work-item i walks the vectors [i * n, (i + 1) * n), n = ceil(vectors / global size).
+   CONTIGUOUS 0: a work-group takes WG * UNROLL neighbouring vectors at a time, UNROLL a work-item;
+   vectors is a multiple of WG * UNROLL.
+
+4. Macros
+   WG          local size
+   VEC         4 (default), 8, 16    words of a vector
+   CONTIGUOUS  0 (default) | 1
+   UNROLL      vectors that a work-item has in flight with CONTIGUOUS 0, default 1
+   NONTEMPORAL 0 (default) | 1: stores pass the caches by (clang's builtin)
+
+5. Needs
+   OpenCL C 1.2.
+
+6. Reference
+   numpy.copyto, numpy.bitwise_xor.reduce.
+*/
+#ifndef WG
+#error "WG: the local size is required"
+#endif
+#ifndef VEC
+#define VEC 4
+#endif
+#ifndef CONTIGUOUS
+#define CONTIGUOUS 0
+#endif
+#ifndef UNROLL
+#define UNROLL 1
+#endif
+#ifndef NONTEMPORAL
+#define NONTEMPORAL 0
+#endif
+
+#define PASTE_(a, b) a##b
+#define PASTE(a, b) PASTE_(a, b)
+#define vuint PASTE(uint, VEC)
+
+static void store(__global vuint *to, vuint v)
+{
+#if NONTEMPORAL
+    __builtin_nontemporal_store(v, to);
+#else
+    *to = v;
+#endif
+}
+
+/* Where a work-item begins, the distance of the vectors that it has in flight, of its steps, and its end. */
+#if CONTIGUOUS
+#define PIECE(vectors) (((vectors) + get_global_size(0) - 1) / get_global_size(0))
+#define BEGIN(vectors) (get_global_id(0) * PIECE(vectors))
+#define END(vectors) min((size_t)(vectors), BEGIN(vectors) + PIECE(vectors))
+#define STEP 1
+#define FLIGHT 1
+#else
+#define BEGIN(vectors) (get_group_id(0) * WG * UNROLL + get_local_id(0))
+#define END(vectors) (size_t)(vectors)
+#define STEP (get_num_groups(0) * WG * UNROLL)
+#define FLIGHT UNROLL
+#endif
+
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+void bench_read(__global const vuint *src, __global uint *sums, ulong vectors)
+{
+    vuint sum[FLIGHT];
+    for (uint u = 0; u < FLIGHT; u++)
+        sum[u] = (vuint)(0);
+    for (size_t i = BEGIN(vectors), end = END(vectors), step = STEP; i < end; i += step)
+        for (uint u = 0; u < FLIGHT; u++)
+            sum[u] ^= src[i + u * WG];
+    for (uint u = 1; u < FLIGHT; u++)
+        sum[0] ^= sum[u];
+    uint words[VEC];
+    PASTE(vstore, VEC)(sum[0], 0, words);
+    for (uint k = 1; k < VEC; k++)
+        words[0] ^= words[k];
+    sums[get_global_id(0)] = words[0];
+}
+
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+void bench_copy(__global const vuint *src, __global vuint *dst, ulong vectors)
+{
+    vuint v[FLIGHT];
+    for (size_t i = BEGIN(vectors), end = END(vectors), step = STEP; i < end; i += step) {
+        for (uint u = 0; u < FLIGHT; u++)
+            v[u] = src[i + u * WG];
+        for (uint u = 0; u < FLIGHT; u++)
+            store(dst + i + u * WG, v[u]);
+    }
+}

@@ -1,0 +1,71 @@
+"""Arrays as the operations take them: checked before anything is enqueued, then as kernel arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyopencl.array as cla
+
+from pyclquant.device import Device
+from pyclquant.errors import ContextError, DTypeError, ShapeError
+
+HostArray = np.ndarray[Any, Any]
+AnyArray = HostArray | cla.Array
+
+
+def check_array(dev: Device, a: object, name: str) -> AnyArray:
+    """`a` as an array that a kernel can take: NumPy or pyopencl, native byte order, C-contiguous, this context.
+
+    Raises DTypeError, ShapeError or ContextError.
+    """
+    if not isinstance(a, np.ndarray | cla.Array):
+        raise DTypeError(f"{name}: expected a numpy.ndarray or a pyopencl.array.Array, got {type(a).__name__}")
+    if not a.dtype.isnative:
+        raise DTypeError(f"{name}: expected native byte order, got dtype {a.dtype.str}")
+    if not a.flags.c_contiguous:
+        raise ShapeError(f"{name}: expected a C-contiguous array, got shape {a.shape} with strides {a.strides}")
+    if isinstance(a, cla.Array) and a.context != dev.context:
+        raise ContextError(f"{name}: expected an array of this device's context ({dev.name}), got one of another context")
+    return a
+
+
+def check_device_array(dev: Device, a: object, name: str) -> cla.Array:
+    """`check_array` for an array that must be on the device, because it is written to."""
+    array = check_array(dev, a, name)
+    if not isinstance(array, cla.Array):
+        raise DTypeError(f"{name}: expected a pyopencl.array.Array, got {type(array).__name__}")
+    return array
+
+
+def expect(a: AnyArray, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Raises ShapeError or DTypeError unless `a` has this shape and dtype."""
+    if tuple(a.shape) != tuple(shape):
+        raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tuple(a.shape)}")
+    if a.dtype != dtype:
+        raise DTypeError(f"{name}: expected {dtype}, got {a.dtype}")
+
+
+def on_device(dev: Device, a: AnyArray, name: str) -> cla.Array:
+    """`a` itself when it is on this device, else a copy of the NumPy array there. Raises like `check_array`."""
+    array = check_array(dev, a, name)
+    return array if isinstance(array, cla.Array) else cla.to_device(dev.queue, array)
+
+
+def on_host(a: AnyArray) -> HostArray:
+    """`a` as a NumPy array; waits for the device."""
+    host: HostArray = a.get() if isinstance(a, cla.Array) else a
+    return host
+
+
+def kernel_arguments(*arrays: cla.Array) -> list[Any]:
+    """For each array its buffer and its offset in elements."""
+    return [argument for a in arrays for argument in (a.base_data, np.uint64(a.offset // a.dtype.itemsize))]
+
+
+def alignment(*offsets: int) -> int:
+    """The largest power of two, up to 2^20, that divides all the offsets."""
+    common = 1 << 20
+    for offset in offsets:
+        common |= offset
+    return common & -common
