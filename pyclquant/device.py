@@ -216,7 +216,6 @@ class Device:
         """
         selector = selector if selector is not None else os.environ.get(ENVIRONMENT) or None
         discovery = discover(fresh)
-        properties = {"properties": cl.command_queue_properties.PROFILING_ENABLE} if profiling else {}
         failed = []
         for found in sorted(candidates(discovery, selector), key=preference):
             caps = capabilities(found, fresh)
@@ -225,7 +224,11 @@ class Device:
                 try:
                     # The name keeps the context alive: with Intel's CPU runtime 2026.2 a queue does not.
                     context = cl.Context([found.device])
-                    return Device(cl.CommandQueue(context, **properties), caps)
+                    if profiling:
+                        queue = cl.CommandQueue(context, properties=cl.command_queue_properties.PROFILING_ENABLE)
+                    else:
+                        queue = cl.CommandQueue(context)
+                    return Device(queue, caps)
                 except cl.Error as error:
                     reason = f"no queue ({error})"
             failed.append(f"{found.label}: {reason}")

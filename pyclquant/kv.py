@@ -266,7 +266,8 @@ def with_arrays(dev: Device, result: Quantized, layout: Layout, fmt: Format, sca
 
 def fill_empty(result: Quantized, eps: float, fmt: Format, wait_for: Events) -> Quantized:
     """A tensor without elements launches nothing; scales that exist all the same are those of no finite element."""
-    cl.wait_for_events(list(wait_for or ()))
+    for event in wait_for or ():
+        event.wait()
     for a in result.device_arrays()[1:]:
         scale = np.float32(0 if fmt.asymmetric else eps)
         if a.dtype == np.float16 and not fmt.asymmetric:

@@ -122,6 +122,13 @@ def quantize(
     stored = FLOAT_DTYPES[float_dtype(scale_dtype, "scale_dtype", ("float32", "float16"))]
     check_eps(eps)
     layout = Layout.of(x.shape, fmt, granularity, group_size)
+    if x.size == 0:  # scales that exist all the same are those of no element
+        scales, mins = block_parameters(np.zeros((*layout.scales_shape, 0), F32), fmt, scale_dtype, eps)
+        return (
+            np.zeros(layout.codes_shape, fmt.codes_dtype),
+            scales.astype(stored),
+            mins.astype(stored) if fmt.asymmetric else None,
+        )
     padding = layout.blocks_per_row * layout.block - layout.dim  # NaN: no extreme, and cut off again
     rows = np.pad(widen(x).reshape(layout.rows, layout.dim), ((0, 0), (0, padding)), constant_values=np.nan)
     blocks = rows.reshape(layout.rows, layout.blocks_per_row, layout.block)
@@ -130,7 +137,7 @@ def quantize(
         codes = encode((blocks - mins[..., None]) / scales[..., None], fmt)
         if fmt.asymmetric:
             codes = np.where(scales[..., None] == 0, np.uint8(0), codes)
-    codes = codes.reshape(layout.rows, -1)[:, : layout.dim].reshape(x.shape)
+    codes = codes.reshape(layout.rows, layout.dim + padding)[:, : layout.dim].reshape(x.shape)
     scales, mins = (a.astype(stored).reshape(layout.scales_shape) for a in (scales, mins))
     return pack(codes, fmt), scales, mins if fmt.asymmetric else None
 

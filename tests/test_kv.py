@@ -1,0 +1,383 @@
+"""The K/V kernels against the reference, byte for byte, and what they refuse."""
+
+import threading
+
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pyopencl as cl
+import pyopencl.array as cla
+import pytest
+from hypothesis import given, settings
+
+import pyclquant as pq
+from pyclquant import kv, reference, selftest
+from pyclquant import variants as variants_module
+from pyclquant.formats import FLOAT_DTYPES, FORMATS, GRANULARITIES
+from pyclquant.selftest import Case, check_case, guard_intact, guarded, sample
+from pyclquant.testing import mismatch
+from pyclquant.variants import KV
+
+bfloat16 = ml_dtypes.bfloat16
+FP8 = ("fp8_e4m3fn", "fp8_e5m2")
+DIMS = (1, 2, 7, 40, 48, 64, 80, 96, 112, 128, 192, 256, 576)
+
+
+def check(dev, case, variant):
+    try:
+        wrong = check_case(dev, case, variant)
+    except pq.UnsupportedDeviceError as error:
+        pytest.skip(str(error))
+    assert wrong is None, wrong
+
+
+@pytest.mark.oclgrind
+@pytest.mark.parametrize("case", list(selftest.quick_cases()), ids=selftest.describe)
+def test_quick_cases(dev, variant, case):
+    check(dev, case, variant)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_granularity_and_input_type(dev, variant, format):
+    result = selftest.run_one(dev, format, variant)
+    assert result.ok, result.detail
+    assert result.cases > 0
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("format", ["fp8_e4m3fn", "int4"])
+def test_head_dims(dev, format, dim):
+    """The variant that the device takes by itself, whatever the dim."""
+    granularity = "per_group" if format == "int4" else "per_head"
+    for rows in (1, 3):
+        check(dev, Case(sample((rows, dim), "bfloat16", dim), format, granularity, 32 if format == "int4" else None), None)
+
+
+@pytest.mark.parametrize("group_size", [16, 32, 64, 128, 1000])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_group_sizes(dev, format, group_size):
+    check(dev, Case(sample((5, 2, 96), "bfloat16", 7), format, "per_group", group_size), None)
+
+
+@pytest.mark.oclgrind
+@pytest.mark.parametrize("format", FP8)
+def test_all_bfloat16_and_float16_values(dev, variant, format):
+    """Each value alone in its row and scale 1: exactly the format's rounding. Then beside 1.0, so that scales vary."""
+    fmt = FORMATS[format]
+    for dtype in (bfloat16, np.float16):
+        values = np.arange(65536, dtype=np.uint16).view(dtype)
+        x = np.zeros((4096, 2 * 16), dtype)
+        x[:, :16] = values.reshape(4096, 16)
+        x[:, 16] = fmt.largest
+        check(dev, Case(x, format, "per_head"), variant)
+
+
+@pytest.mark.parametrize("format", FP8)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_all_codes_decode(dev, variant, format, dtype):
+    fmt = FORMATS[format]
+    codes = np.arange(256, dtype=np.uint8).view(fmt.codes_dtype).reshape(4, 64)
+    scales = np.array([1, 3.7, 1e-4, 2.0**10], np.float32)
+    q = pq.Quantized(format, "per_head", None, codes.shape, codes, scales)
+    got = kv.dequantize(dev, q, dtype, force=variant).get()
+    assert mismatch(got, reference.dequantize(codes, scales, None, fmt, codes.shape, dtype=dtype)) is None
+
+
+@pytest.mark.parametrize("mode", ["DIVIDE_NATIVE", "DIVIDE_FMA", "DIVIDE_INT"])
+def test_every_way_of_dividing(dev, variant, mode, monkeypatch):
+    """Devices differ in which they take; each must give the same bytes where the probe says that it works."""
+    feature = {"DIVIDE_NATIVE": "divide", "DIVIDE_FMA": "divide_fma", "DIVIDE_INT": "base"}[mode]
+    if not dev.capabilities.ok(feature):
+        pytest.skip(dev.capabilities.missing(feature))
+    monkeypatch.setattr(variants_module, "division", lambda caps: ({"DIVIDE": mode}, ()))
+    for case in selftest.quick_cases():
+        check(dev, case, variant)
+
+
+def test_reciprocals_of_all_mantissas(dev):
+    """DIVIDE_FMA rests on a correctly rounded 1 / b for every b in [1, 2): all 2^23 of them."""
+    if not dev.capabilities.ok("divide_fma"):
+        pytest.skip(dev.capabilities.missing("divide_fma"))
+    source = """
+    __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+    void probe_reciprocal(__global const uint *x, __global float *y)
+    {
+        y[get_global_id(0)] = divisor(as_float(x[get_global_id(0)])).reciprocal;
+    }
+    """
+    from pyclquant.program import source as text
+
+    program = cl.Program(dev.context, text("common.h") + source).build(["-DWG=64", "-DX_TYPE=F32", "-DDIVIDE=DIVIDE_FMA"])
+    bits = np.arange(1 << 23, dtype=np.uint32) | np.uint32(0x3F800000)
+    x, y = cla.to_device(dev.queue, bits), cla.empty(dev.queue, bits.size, np.float32)
+    program.probe_reciprocal(dev.queue, (bits.size,), (64,), x.data, y.data)
+    assert mismatch(y.get(), np.float32(1) / bits.view(np.float32)) is None
+
+
+@pytest.mark.parametrize("wg", [1, 3, 32, 96])
+def test_base_runs_in_any_work_group(dev, wg, monkeypatch):
+    def plan(caps, blocks):
+        made = variants_module.plan_base(caps, blocks)
+        return variants_module.Plan("base", made.vec, wg, wg, 2, made.macros, made.options)
+
+    rows = [variants_module.Variant("base", "kv_base", variants_module.unsupported_base, variants_module.never, plan)]
+    monkeypatch.setattr(kv, "KV", tuple(rows))
+    for case in selftest.quick_cases():
+        check(dev, case, "base")
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_no_rows(dev, granularity):
+    group = 16 if granularity == "per_group" else None
+    x = np.zeros((0, 4, 32), np.float32)
+    q = kv.quantize(dev, x, "int8", granularity=granularity, group_size=group)
+    codes, scales, _ = reference.quantize(x, "int8", granularity=granularity, group_size=group)
+    assert mismatch(q.get().codes, codes) is None
+    assert mismatch(q.get().scales, scales) is None
+    assert kv.dequantize(dev, q).shape == x.shape
+
+
+def test_no_columns(dev):
+    q = kv.quantize(dev, np.zeros((3, 0), np.float32), "int4")
+    assert q.codes.shape == (3, 0)
+    assert kv.dequantize(dev, q).get().shape == (3, 0)
+
+
+def test_one_dimension(dev):
+    x = sample((40,), "float32", 1)
+    q = kv.quantize(dev, x, "int8").get()
+    codes, scales, _ = reference.quantize(x, "int8")
+    assert mismatch(q.codes, codes) is None
+    assert mismatch(q.scales, scales) is None
+    assert q.scales.shape == (1,)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 8, 17])
+def test_slices_with_an_offset(dev, offset):
+    """Device slices begin anywhere: nothing before them and behind them is touched."""
+    host = sample((16, 64), "bfloat16", 3)
+    whole = cla.to_device(dev.queue, np.concatenate([np.zeros(offset, bfloat16), host.ravel()]))
+    x = whole[offset:].reshape(host.shape)
+    codes_store = cla.to_device(dev.queue, np.full(host.size + offset, 0xA5, np.uint8)).view(np.int8)
+    q = kv.quantize(dev, host, "int8")
+    out = pq.Quantized("int8", "per_head", None, host.shape, codes_store[offset:].reshape(host.shape), q.scales)
+    kv.quantize(dev, x, "int8", out=out)
+    codes, scales, _ = reference.quantize(host, "int8")
+    assert mismatch(out.codes.get(), codes) is None
+    assert mismatch(out.scales.get(), scales) is None
+    assert (codes_store.get()[:offset] == np.array(0xA5, np.uint8).view(np.int8)).all()
+    y, stored = guarded(dev.queue, host.shape, np.dtype(bfloat16))
+    kv.dequantize(dev, out, "bfloat16", out=y)
+    assert mismatch(y.get(), reference.dequantize(codes, scales, None, "int8", host.shape, dtype="bfloat16")) is None
+    assert guard_intact(stored)
+
+
+def test_results_do_not_depend_on_neighbours(dev):
+    x = sample((33, 64), "bfloat16", 5)
+    together = kv.quantize(dev, x, "fp8_e4m3fn").get()
+    for r in (0, 7, 32):
+        alone = kv.quantize(dev, x[r : r + 1], "fp8_e4m3fn").get()
+        assert mismatch(alone.codes, together.codes[r : r + 1]) is None
+        assert mismatch(alone.scales, together.scales[r : r + 1]) is None
+
+
+def test_repeated_runs_are_equal(dev, variant):
+    """Races show as runs that differ."""
+    x = sample((512, 2, 64), "bfloat16", 9)
+    for format in ("int4", "int8"):
+        granularity = "per_group" if format == "int4" else "per_head"
+        first = kv.quantize(dev, x, format, granularity=granularity, force=variant).get()
+        for _ in range(10):
+            again = kv.quantize(dev, x, format, granularity=granularity, force=variant).get()
+            assert mismatch(again.codes, first.codes) is None
+            assert mismatch(again.scales, first.scales) is None
+
+
+def test_events_and_wait_for(dev):
+    start = cl.UserEvent(dev.context)
+    x = cla.to_device(dev.queue, sample((8, 64), "float32", 2))
+    q = kv.quantize(dev, x, "int8", wait_for=[start])
+    assert q.events
+    start.set_status(cl.command_execution_status.COMPLETE)
+    y = kv.dequantize(dev, q)
+    y.finish()
+    assert y.shape == x.shape
+
+
+def test_a_device_from_a_queue(dev):
+    other = pq.Device.from_queue(cl.CommandQueue(dev.context))
+    x = cla.to_device(other.queue, sample((4, 32), "float16", 2))
+    assert mismatch(kv.quantize(other, x, "int8").get().codes, kv.quantize(dev, x.get(), "int8").get().codes) is None
+
+
+def test_threads_share_a_device(dev):
+    x = [sample((64, 64), "bfloat16", n) for n in range(4)]
+    want = [reference.quantize(a, "int8")[0] for a in x]
+    wrong = []
+
+    def work(n):
+        for _ in range(8):
+            failure = mismatch(kv.quantize(dev, x[n], "int8").get().codes, want[n])
+            if failure:
+                wrong.append(failure)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@given(
+    data=st.data(),
+    format=st.sampled_from(sorted(FORMATS)),
+    dtype=st.sampled_from(sorted(FLOAT_DTYPES)),
+    scale_dtype=st.sampled_from(["float32", "float16"]),
+    rows=st.integers(1, 5),
+    dim=st.sampled_from([2, 7, 32]),
+)
+@settings(max_examples=60)
+def test_any_values(dev, data, format, dtype, scale_dtype, rows, dim):
+    """Any bit patterns at all, as inputs."""
+    fmt = FORMATS[format]
+    size = FLOAT_DTYPES[dtype].itemsize
+    raw = data.draw(st.binary(min_size=rows * dim * size, max_size=rows * dim * size))
+    x = np.frombuffer(raw, FLOAT_DTYPES[dtype]).reshape(rows, dim)
+    granularity, group = ("per_group", 4) if fmt.asymmetric else ("per_head", None)
+    wrong = check_case(dev, Case(x, format, granularity, group, scale_dtype), None)
+    assert wrong is None, wrong
+
+
+@pytest.mark.large
+def test_offsets_beyond_32_bits(dev):
+    """2^31 elements and more before the slice: 6.6 GB on the device."""
+    offset = 2**31 + 64
+    host = sample((16, 64), "bfloat16", 3)
+    x = cla.empty(dev.queue, offset + host.size, bfloat16)
+    cl.enqueue_copy(dev.queue, x.data, host, dst_offset=offset * 2)
+    codes = cla.empty(dev.queue, offset + host.size, np.int8)
+    want, scales, _ = reference.quantize(host, "int8")
+    for variant in (row.name for row in KV):
+        out = pq.Quantized(
+            "int8", "per_head", None, host.shape, codes[offset:].reshape(host.shape), cla.empty(dev.queue, 16, np.float32)
+        )
+        try:
+            kv.quantize(dev, x[offset:].reshape(host.shape), "int8", out=out, force=variant)
+        except pq.UnsupportedDeviceError:
+            continue
+        assert mismatch(out.get().codes, want) is None
+        assert mismatch(out.get().scales, scales) is None
+
+
+@pytest.mark.large
+def test_tensors_beyond_32_bits(dev):
+    """More than 2^31 elements in one tensor, per head and per tensor: 6.6 GB on the device."""
+    rows = 2**31 // 4096 + 3
+    x = cla.zeros(dev.queue, (rows, 4096), bfloat16)
+    last = sample((2, 4096), "bfloat16", 3)
+    cl.enqueue_copy(dev.queue, x.data, last, dst_offset=(rows - 2) * 4096 * 2)
+    q = kv.quantize(dev, x, "int8")
+    want, scales, _ = reference.quantize(last, "int8")
+    assert mismatch(q.codes[rows - 2 :].get(), want) is None
+    assert mismatch(q.scales[rows - 2 :].get(), scales) is None
+    q = kv.quantize(dev, x, "int8", granularity="per_tensor", out=None)
+    want, scales, _ = reference.quantize(last, "int8", granularity="per_tensor")
+    assert mismatch(q.codes[rows - 2 :].get(), want) is None
+    assert mismatch(q.scales.get(), scales) is None
+
+
+# ---- what is refused, before anything is enqueued ----
+
+
+X = np.ones((4, 64), np.float32)
+
+
+def refused(x=X, format="int8", **how):
+    return x, format, how
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (refused(x=X.astype(np.float64)), pq.DTypeError, "x: expected float32, bfloat16, float16, got float64"),
+        (refused(x=X.tolist()), pq.DTypeError, "x: expected a numpy.ndarray or a pyopencl.array.Array, got list"),
+        (refused(x=X.astype(">f4")), pq.DTypeError, "x: expected native byte order, got dtype >f4"),
+        (refused(x=X.T), pq.ShapeError, r"x: expected a C-contiguous array, got shape \(64, 4\) with strides \(4, 256\)"),
+        (refused(x=X[:, ::2]), pq.ShapeError, "C-contiguous"),
+        (refused(x=np.array(1, np.float32)), pq.ShapeError, "at least one axis"),
+        (refused(format="int3"), pq.DTypeError, "format: expected one of fp8_e4m3fn, fp8_e5m2, int8, int4, got 'int3'"),
+        (refused(granularity="per_row"), pq.ShapeError, "granularity: expected one of per_tensor"),
+        (refused(format="int4", granularity="per_head"), pq.ShapeError, "int4 has a scale and a min a group"),
+        (refused(granularity="per_group", group_size=-1), pq.ShapeError, "group_size: expected a positive integer, got -1"),
+        (refused(format="int4", group_size=7), pq.ShapeError, "even number"),
+        (refused(scale_dtype="bfloat16"), pq.DTypeError, "scale_dtype: expected float32, float16, got bfloat16"),
+        (refused(eps=0.0), pq.ShapeError, r"eps: expected 2\*\*-100 to 1e30"),
+        (refused(eps=float("nan")), pq.ShapeError, "eps"),
+        (
+            refused(force="fast"),
+            pq.UnsupportedDeviceError,
+            "force: expected one of vector_shuffle, vector, row, base, got 'fast'",
+        ),
+        (refused(out=1), pq.DTypeError, "out: expected a Quantized, got int"),
+    ],
+)
+def test_refused_by_quantize(dev, call, error, match):
+    x, format, how = call
+    with pytest.raises(error, match=match):
+        kv.quantize(dev, x, format, **how)
+
+
+def test_refused_arrays_of_another_context(dev):
+    other = cl.CommandQueue(cl.Context([dev.queue.device]))
+    with pytest.raises(pq.ContextError, match="x: expected an array of this device's context"):
+        kv.quantize(dev, cla.to_device(other, X), "int8")
+    q = kv.quantize(dev, X, "int8")
+    with pytest.raises(pq.ContextError, match="out: "):
+        kv.dequantize(dev, q, out=cla.empty(other, X.shape, np.float32))
+
+
+def test_refused_outputs_change_nothing(dev):
+    q = kv.quantize(dev, X, "int8")
+    before = q.get()
+    small = kv.quantize(dev, X[:2], "int8")
+    with pytest.raises(pq.ShapeError, match=r"out: expected shape \(4, 64\), got \(2, 64\)"):
+        kv.quantize(dev, X * 2, "int8", out=small)
+    with pytest.raises(pq.ShapeError, match="out: expected format fp8_e4m3fn, got int8"):
+        kv.quantize(dev, X * 2, "fp8_e4m3fn", out=q)
+    too_few = pq.Quantized("int8", "per_head", None, X.shape, q.codes, small.scales)
+    with pytest.raises(pq.ShapeError, match=r"scales: expected shape \(4,\), got \(2,\)"):
+        kv.quantize(dev, X * 2, "int8", out=too_few)
+    with pytest.raises(pq.DTypeError, match="out.codes: expected a pyopencl.array.Array, got ndarray"):
+        kv.quantize(dev, X * 2, "int8", out=before)
+    with pytest.raises(pq.DTypeError, match="scales: expected float16, got float32"):
+        kv.quantize(dev, X * 2, "int8", out=q, scale_dtype="float16")
+    assert mismatch(q.get().codes, before.codes) is None
+    assert mismatch(q.get().scales, before.scales) is None
+
+
+def test_refused_by_dequantize(dev):
+    q = kv.quantize(dev, X, "int4").get()
+    with pytest.raises(pq.DTypeError, match="dtype: expected float32, bfloat16, float16, got int8"):
+        kv.dequantize(dev, q, "int8")
+    with pytest.raises(pq.ShapeError, match=r"out: expected shape \(4, 64\), got \(4, 32\)"):
+        kv.dequantize(dev, q, out=cla.empty(dev.queue, (4, 32), np.float32))
+    with pytest.raises(pq.DTypeError, match="out: expected float32, got bfloat16"):
+        kv.dequantize(dev, q, out=cla.empty(dev.queue, (4, 64), bfloat16))
+    wrong = {
+        "codes: expected shape": pq.Quantized("int4", "per_group", 64, (4, 66), q.codes, q.scales, q.mins),
+        "mins: expected a numpy": pq.Quantized("int4", "per_group", 64, (4, 64), q.codes, q.scales, None),
+        "mins: expected None for int8": pq.Quantized(
+            "int8", "per_group", 64, (4, 64), np.zeros((4, 64), np.int8), q.scales, q.mins
+        ),
+        "scales: expected float32, float16": pq.Quantized("int4", "per_group", 64, (4, 64), q.codes, q.codes, q.mins),
+    }
+    for match, bad in wrong.items():
+        with pytest.raises(pq.PyclquantError, match=match):
+            kv.dequantize(dev, bad)
+
+
+def test_nbytes_and_sizes(dev):
+    q = kv.quantize(dev, np.zeros((8, 4, 128), bfloat16), "int4", group_size=32)
+    assert q.nbytes == 8 * 4 * (64 + 4 * 8)
+    assert q.get().nbytes == q.nbytes

@@ -1,0 +1,178 @@
+"""The specification against its own tables, ml_dtypes and worked examples."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pyclquant import DTypeError, ShapeError
+from pyclquant import reference as ref
+from pyclquant.formats import FORMATS, GRANULARITIES, Layout
+
+E4M3, E5M2, INT8, INT4 = (FORMATS[n] for n in ("fp8_e4m3fn", "fp8_e5m2", "int8", "int4"))
+FP8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+F32 = np.float32
+
+
+@FP8
+def test_decode_is_the_definition(fmt):
+    np.testing.assert_array_equal(ref.decode(np.arange(256, dtype=np.uint8), fmt), ref.float8_values(fmt))
+
+
+@FP8
+def test_encode_inverts_decode(fmt):
+    codes = np.arange(256, dtype=np.uint8)
+    values = ref.float8_values(fmt)
+    back = ref.encode(values, fmt).view(np.uint8)
+    finite = np.isfinite(values)
+    np.testing.assert_array_equal(back[finite], codes[finite])
+    assert set(back[np.isnan(values)]) == {0x7F}
+
+
+@FP8
+def test_encode_takes_the_nearest_and_ties_go_to_even(fmt):
+    values = ref.float8_values(fmt)[: 0x7F if fmt is E4M3 else 0x7C].astype(np.float64)
+    middle = ((values[:-1] + values[1:]) / 2).astype(F32)
+    lower = np.arange(len(middle))
+    np.testing.assert_array_equal(ref.encode(middle, fmt).view(np.uint8), lower + lower % 2)
+    np.testing.assert_array_equal(ref.encode(np.nextafter(middle, F32(0)), fmt).view(np.uint8), lower)
+    np.testing.assert_array_equal(ref.encode(np.nextafter(middle, F32(np.inf)), fmt).view(np.uint8), lower + 1)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "value", "code"),
+    [
+        (E4M3, 464, 0x7E),
+        (E4M3, 465, 0x7E),
+        (E4M3, np.inf, 0x7E),
+        (E4M3, -np.inf, 0xFE),
+        (E4M3, np.nan, 0x7F),
+        (E4M3, -0.0, 0x80),
+        (E4M3, 2.0**-10, 0x00),
+        (E4M3, 2.0**-9, 0x01),
+        (E5M2, 61440, 0x7B),
+        (E5M2, 1e9, 0x7B),
+        (E5M2, np.nan, 0x7F),
+        (INT8, 0.5, 0),
+        (INT8, 1.5, 2),
+        (INT8, -127.6, -127),
+        (INT8, np.inf, 127),
+        (INT8, np.nan, 0),
+        (INT4, 15.7, 15),
+        (INT4, -0.6, 0),
+        (INT4, np.inf, 15),
+        (INT4, -np.inf, 0),
+        (INT4, np.nan, 0),
+    ],
+)
+def test_boundaries(fmt, value, code):
+    got = ref.encode(np.array([value], F32), fmt)
+    assert int(got.view(np.uint8 if fmt is not INT8 else np.int8)[0]) == code
+
+
+def test_int4_nibble_order():
+    packed = ref.pack(np.array([1, 2, 3], np.uint8), INT4)
+    np.testing.assert_array_equal(packed, [0x21, 0x03])
+    np.testing.assert_array_equal(ref.unpack(packed, 3, INT4), [1, 2, 3])
+
+
+def test_subnormal_inputs_are_zeros_of_their_sign():
+    x = np.array([1e-40, -1e-40, 2.0**-126], F32)
+    np.testing.assert_array_equal(ref.widen(x), np.array([0.0, -0.0, 2.0**-126], F32))
+    assert np.signbit(ref.widen(x))[1]
+    np.testing.assert_array_equal(ref.widen(np.array([6e-8], np.float16)), np.array([6e-8], np.float16).astype(F32))
+
+
+def test_worked_example_of_a_symmetric_block():
+    codes, scales, mins = ref.quantize(np.array([[448.0, -1.0, 0.4375, np.nan, np.inf]], F32), E4M3)
+    np.testing.assert_array_equal(scales, [1.0])
+    np.testing.assert_array_equal(codes.view(np.uint8), [[0x7E, 0xB8, 0x2E, 0x7F, 0x7E]])
+    assert mins is None
+
+
+def test_worked_example_of_an_asymmetric_block():
+    codes, scales, mins = ref.quantize(np.array([[2.0, 17.0, 9.4, 2.0]], F32), INT4, group_size=4)
+    np.testing.assert_array_equal(scales, [[1.0]])
+    np.testing.assert_array_equal(mins, [[2.0]])
+    np.testing.assert_array_equal(codes, [[0xF0, 0x07]])
+
+
+def test_zero_and_constant_blocks():
+    x = np.zeros((2, 8), F32)
+    x[1] = 3.3
+    for fmt in FORMATS.values():
+        codes, scales, mins = ref.quantize(x, fmt)
+        back = ref.dequantize(codes, scales, mins, fmt, x.shape)
+        np.testing.assert_array_equal(back[0], x[0])
+        np.testing.assert_allclose(back[1], x[1], rtol=1e-6)
+    assert ref.quantize(x, E4M3)[1][0] == F32(1e-12)
+    codes, scales, mins = ref.quantize(x, INT4)
+    assert scales.tolist() == [[0.0], [0.0]]
+    np.testing.assert_array_equal(ref.dequantize(codes, scales, mins, INT4, x.shape), x)
+
+
+def test_finite_int4_never_becomes_special():
+    x = np.array([[3.4e38, -3.4e38, 0.0, 1.0]], F32)
+    codes, scales, mins = ref.quantize(x, INT4, group_size=4)
+    assert np.isfinite(ref.dequantize(codes, scales, mins, INT4, x.shape)).all()
+
+
+def test_one_special_value_spoils_only_its_own_code():
+    x = np.random.default_rng(0).normal(0, 1, (1, 64)).astype(F32)
+    for fmt in FORMATS.values():
+        clean = ref.quantize(x, fmt)
+        for special in (np.nan, np.inf, -np.inf):
+            dirty = x.copy()
+            dirty[0, 5] = special
+            dirty[0, np.argmin(np.abs(x))] = x[0, 5]  # the extremes stay
+            got = ref.quantize(dirty, fmt)
+            np.testing.assert_array_equal(got[1], clean[1])
+
+
+def test_float16_scales_are_what_the_codes_were_made_with():
+    x = np.random.default_rng(1).normal(0, 1e-6, (4, 32)).astype(F32)
+    _, scales, _ = ref.quantize(x, INT8, scale_dtype="float16")
+    assert scales.dtype == np.float16
+    assert (scales >= 2.0**-14).all()
+    codes, scales, mins = ref.quantize(x + 1, INT8, scale_dtype="float16")
+    want = ref.encode((x + 1) / scales.astype(F32)[:, None], INT8)
+    np.testing.assert_array_equal(codes, want)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_scale_for_each_block(granularity):
+    x = np.random.default_rng(2).normal(0, 1, (5, 3, 64)).astype(ml_dtypes.bfloat16)
+    shapes = {"per_tensor": (1,), "per_token": (5,), "per_head": (5, 3), "per_group": (5, 3, 3)}
+    codes, scales, _ = ref.quantize(x, INT8, granularity=granularity, group_size=24 if granularity == "per_group" else None)
+    assert codes.shape == x.shape
+    assert scales.shape == shapes[granularity]
+    amax = {
+        "per_tensor": np.abs(x).max(keepdims=True).reshape(1),
+        "per_token": np.abs(x).max((1, 2)),
+        "per_head": np.abs(x).max(2),
+        "per_group": np.stack([np.abs(x[..., k : k + 24]).max(2) for k in (0, 24, 48)], -1),
+    }[granularity]
+    np.testing.assert_array_equal(scales, amax.astype(F32) / F32(127))
+
+
+def test_layout_refuses_what_does_not_exist():
+    with pytest.raises(ShapeError, match="granularity: expected per_group .*got per_head"):
+        Layout.of((4, 8), INT4, "per_head", None)
+    with pytest.raises(ShapeError, match=r"group_size: expected an even number .*got 3"):
+        Layout.of((4, 8), INT4, "per_group", 3)
+    with pytest.raises(ShapeError, match="group_size: expected a positive integer, got 0"):
+        Layout.of((4, 8), INT8, "per_group", 0)
+    with pytest.raises(ShapeError, match="group_size: expected None with per_head, got 4"):
+        Layout.of((4, 8), INT8, "per_head", 4)
+    with pytest.raises(ShapeError, match="expected one of per_tensor"):
+        Layout.of((4, 8), INT8, "per_row", None)
+    with pytest.raises(ShapeError, match="at least one axis"):
+        Layout.of((), INT8, "per_head", None)
+
+
+def test_names_of_formats():
+    with pytest.raises(DTypeError, match=r"expected one of fp8_e4m3fn.*got 'float8_e4m3fnuz'; the fnuz formats"):
+        ref.quantize(np.zeros((1, 1), F32), "float8_e4m3fnuz")
+    with pytest.raises(DTypeError, match="say which FP8"):
+        ref.quantize(np.zeros((1, 1), F32), "fp8")
+    with pytest.raises(DTypeError, match="x: expected float32, bfloat16, float16, got float64"):
+        ref.quantize(np.zeros((1, 1)), "int8")
