@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from pyclquant import kv
+from pyclquant import files, kv
 from pyclquant.device import Device
 from pyclquant.errors import (
     BuildError,
@@ -30,5 +30,6 @@ __all__ = [
     "ShapeError",
     "UnsupportedDeviceError",
     "__version__",
+    "files",
     "kv",
 ]

@@ -54,7 +54,11 @@ def on_device(dev: Device, a: AnyArray, name: str) -> cla.Array:
 
 def on_host(a: AnyArray) -> HostArray:
     """`a` as a NumPy array; waits for the device."""
-    host: HostArray = a.get() if isinstance(a, cla.Array) else a
+    if not isinstance(a, cla.Array):
+        return a
+    if a.size == 0:  # pyopencl cannot read an empty array of an ml_dtypes type
+        return np.empty(a.shape, a.dtype)
+    host: HostArray = a.get()
     return host
 
 

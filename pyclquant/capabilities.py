@@ -58,6 +58,16 @@ class Capabilities:
         return self.reported.get("device_type") == "cpu"
 
     @property
+    def walks_rows(self) -> bool:
+        """A CPU driver that runs a work-item at a time, so that vectors are up to the kernel.
+
+        One whose native width of float is 1 (Mesa's llvmpipe) puts work-items side by side into vectors,
+        as a GPU does; Intel's reports 8 and more, and PoCL too.
+        """
+        native = (self.reported.get("native_vector_width") or {}).get("float")
+        return self.is_cpu and native != 1
+
+    @property
     def max_work_group_size(self) -> int:
         """Largest work-group taken in any dimension 0 launch, 256 at the most, 1 when unknown.
 

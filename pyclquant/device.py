@@ -97,6 +97,7 @@ def report(device: cl.Device) -> dict[str, Any]:
         "max_mem_alloc_size": ask(lambda: device.max_mem_alloc_size),
         "mem_base_addr_align_bits": ask(lambda: device.mem_base_addr_align),
         "global_mem_cacheline": ask(lambda: device.global_mem_cacheline_size),
+        "native_vector_width": {"float": ask(lambda: device.native_vector_width_float)},
         "single_fp_config": flags(cl.device_fp_config, ask(lambda: device.single_fp_config)),
         "half_fp_config": flags(cl.device_fp_config, ask(lambda: device.half_fp_config)),
         "extensions": sorted(str(ask(lambda: device.extensions) or "").split()),

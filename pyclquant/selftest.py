@@ -16,7 +16,7 @@ from pyclquant.device import Device
 from pyclquant.errors import PyclquantError, UnsupportedDeviceError
 from pyclquant.formats import FLOAT_DTYPES, FORMATS, GRANULARITIES
 from pyclquant.testing import mismatch
-from pyclquant.variants import KV
+from pyclquant.variants import KV, Blocks
 
 Array = np.ndarray[Any, Any]
 LIMITS = {"float32": (3.4e38, 2.0**-149), "bfloat16": (3.38e38, 2.0**-133), "float16": (65504.0, 2.0**-24)}
@@ -151,13 +151,12 @@ def describe(case: Case) -> str:
 
 
 def known_answers(queue: cl.CommandQueue, caps: Capabilities, variant: str) -> str | None:
-    """The quick cases with one variant: None, or what went wrong first."""
+    """The quick cases with one variant: None, or why it cannot run, or what went wrong first."""
+    row = next(v for v in KV if v.name == variant)
     dev = Device(queue, caps)
     for case in quick_cases():
-        try:
-            wrong = check_case(dev, case, variant)
-        except UnsupportedDeviceError as error:
-            return str(error)
+        reason = row.unsupported(caps, Blocks(case.x.shape[-1], case.x.shape[-1], len(case.x), case.x.dtype.itemsize))
+        wrong = reason or check_case(dev, case, variant)
         if wrong:
             return wrong
     return None

@@ -189,7 +189,8 @@ def plan_row(caps: Capabilities, blocks: Blocks) -> Plan:
 
 def unsupported_base(caps: Capabilities, blocks: Blocks) -> str | None:
     """Every OpenCL 1.2 device that runs a kernel at all and can address the arrays."""
-    return caps.missing("base", "index64")
+    small = blocks.blocks * blocks.block < 2**29  # fewer than 2^31 bytes: 32-bit indices do
+    return caps.missing("base") if small else caps.missing("base", "index64")
 
 
 def unsupported_row(caps: Capabilities, blocks: Blocks) -> str | None:
@@ -224,12 +225,12 @@ def never(caps: Capabilities, blocks: Blocks) -> str | None:
 
 def unsuited_to_cpu(caps: Capabilities, blocks: Blocks) -> str | None:
     """Side by side is the wrong way to read on a CPU."""
-    return "a CPU driver: work-items that read side by side are slower than rows" if caps.is_cpu else None
+    return "a CPU driver: work-items that read side by side are slower than rows" if caps.walks_rows else None
 
 
 def unsuited_to_gpu(caps: Capabilities, blocks: Blocks) -> str | None:
     """Rows are the wrong way to read on a GPU."""
-    return None if caps.is_cpu else "not a CPU driver: work-items must read side by side"
+    return None if caps.walks_rows else "work-items run side by side here, and must read side by side"
 
 
 KV: tuple[Variant, ...] = (

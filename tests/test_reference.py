@@ -133,7 +133,7 @@ def test_float16_scales_are_what_the_codes_were_made_with():
     _, scales, _ = ref.quantize(x, INT8, scale_dtype="float16")
     assert scales.dtype == np.float16
     assert (scales >= 2.0**-14).all()
-    codes, scales, mins = ref.quantize(x + 1, INT8, scale_dtype="float16")
+    codes, scales, _mins = ref.quantize(x + 1, INT8, scale_dtype="float16")
     want = ref.encode((x + 1) / scales.astype(F32)[:, None], INT8)
     np.testing.assert_array_equal(codes, want)
 
@@ -155,7 +155,7 @@ def test_a_scale_for_each_block(granularity):
 
 
 def test_layout_refuses_what_does_not_exist():
-    with pytest.raises(ShapeError, match="granularity: expected per_group .*got per_head"):
+    with pytest.raises(ShapeError, match=r"granularity: expected per_group .*got per_head"):
         Layout.of((4, 8), INT4, "per_head", None)
     with pytest.raises(ShapeError, match=r"group_size: expected an even number .*got 3"):
         Layout.of((4, 8), INT4, "per_group", 3)

@@ -1,0 +1,451 @@
+"""The command `pyclquant`: tables for people, --json for programs; exit code 0 fine, 1 failed, 2 bad usage."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import pyopencl as cl
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import pyclquant
+from pyclquant import bench, evaluate, files, icd, kv, plot, selftest, tables, variants
+from pyclquant.capabilities import Capabilities
+from pyclquant.device import ENVIRONMENT, Device, Discovery, Found, candidates, capabilities, discover, preference, verdict_key
+from pyclquant.errors import PyclquantError
+from pyclquant.formats import DEFAULT_GROUP_SIZE, FLOAT_DTYPES, FORMATS, GRANULARITIES, Layout, float_dtype, get_format
+
+app = typer.Typer(
+    help="Portable OpenCL quantizers for LLM inference: what a device can do, how fast, and how exactly.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        envvar=ENVIRONMENT,
+        metavar="WHICH",
+        help="PLATFORM:DEVICE as `probe` numbers them, gpu, cpu, or a part of a name; default: the best.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON alone, for programs.")]
+FormatOption = Annotated[
+    list[str] | None,
+    typer.Option("--format", metavar="NAME", help=f"Of {', '.join(FORMATS)}; repeat or join by commas; default: all."),
+]
+GranularityOption = Annotated[
+    str | None,
+    typer.Option(help=f"One scale per what: {', '.join(GRANULARITIES)}; default per_head; int4 is always per_group."),
+]
+GroupSizeOption = Annotated[
+    int | None, typer.Option(metavar="N", help=f"Elements of a group, with per_group and int4; default {DEFAULT_GROUP_SIZE}.")
+]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="OUT.png", help="Draw a figure (needs matplotlib).")]
+
+TYPICAL = (4096, 8, 128)
+"""Tokens, heads and head_dim of the bfloat16 tensor for which `probe` tells the variants."""
+
+
+def version(show: bool) -> None:
+    """Print the version and end."""
+    if show:
+        typer.echo(f"pyclquant {pyclquant.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """What all commands have in common: nothing but --version."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line, sys.argv by default, and exit. An error that a user can cause is one line on stderr."""
+    warnings.filterwarnings("ignore", category=cl.CompilerWarning)  # logs of builds that went well
+    try:
+        app(None if arguments is None else list(arguments), prog_name="pyclquant")
+    except PyclquantError as error:
+        reason = str(error)
+    except cl.MemoryError as error:
+        reason = f"device: expected enough memory for this work, got: {error}"
+    except cl.Error as error:
+        reason = f"device: expected the driver to do this work, got: {error}"
+    except MemoryError as error:
+        reason = f"host: expected enough memory for this work, got: {error}"
+    typer.echo(f"pyclquant: {reason}", err=True)
+    sys.exit(1)
+
+
+# ---- what the commands share ----
+
+
+def print_json(value: object) -> None:
+    """JSON on stdout, with null for what JSON has no number for."""
+
+    def plain(v: Any) -> Any:
+        if isinstance(v, float):
+            return v if math.isfinite(v) else None
+        if isinstance(v, dict):
+            return {k: plain(x) for k, x in v.items()}
+        return [plain(x) for x in v] if isinstance(v, list | tuple) else v
+
+    typer.echo(json.dumps(plain(value), indent=1, allow_nan=False))
+
+
+def console() -> Console:
+    """Where tables go; wide enough for them when nobody says how wide it is."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+
+
+@contextlib.contextmanager
+def steps(quiet: bool, total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr, if that is a terminal: the function given is called with the name of each step that begins."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    columns = (SpinnerColumn(), BarColumn(24), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        done = -1
+
+        def step(name: str) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, completed=done, description=name)
+
+        yield step
+
+
+@contextlib.contextmanager
+def telling(found: Found, quiet: bool, fresh: bool = False) -> Iterator[None]:
+    """Say on stderr that a device is being probed, if it is going to be."""
+    kept = (icd.cache_dir() / "probe" / f"{verdict_key(found.reported)}.json").is_file()
+    text = f"probing {found.label}, once, to find out what works on it (up to a minute)"
+    if quiet or (kept and not fresh):
+        yield
+    elif sys.stderr.isatty():
+        with Console(stderr=True).status(escape(text)):
+            yield
+    else:
+        typer.echo(text, err=True)
+        yield
+
+
+def pick(selector: str | None, quiet: bool) -> Device:
+    """`Device.pick` with a profiling queue, telling when it probes."""
+    best = min(candidates(discover(), selector), key=preference)
+    with telling(best, quiet):
+        return Device.pick(selector, profiling=True)
+
+
+@contextlib.contextmanager
+def usage(option: str) -> Iterator[None]:
+    """Turns a refused value of an option into bad usage."""
+    try:
+        yield
+    except PyclquantError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
+
+
+def joined(values: Sequence[str] | None) -> tuple[str, ...]:
+    """The values of an option that is repeated or joined by commas, each once."""
+    return tuple(dict.fromkeys(v.strip() for value in values or () for v in value.split(",") if v.strip()))
+
+
+def chosen_blocks(
+    formats: Sequence[str] | None, granularity: str | None, group_size: int | None
+) -> tuple[tuple[str, ...], str | None, int]:
+    """Formats (all by default), granularity and group size of the options, checked."""
+    names = joined(formats) or tuple(FORMATS)
+    with usage("--format"):
+        chosen = [get_format(name) for name in names]
+    if granularity is not None and granularity not in GRANULARITIES:
+        raise typer.BadParameter(f"expected one of {', '.join(GRANULARITIES)}, got {granularity!r}", param_hint="--granularity")
+    if group_size is not None and granularity != "per_group" and not any(f.asymmetric for f in chosen):
+        raise typer.BadParameter("expected only with --granularity per_group or --format int4", param_hint="--group-size")
+    size = DEFAULT_GROUP_SIZE if group_size is None else group_size
+    with usage("--group-size"):
+        for fmt in chosen:
+            Layout.of((1, 1), fmt, **bench.block_options(fmt, granularity, size))
+    return names, granularity, size
+
+
+# ---- commands ----
+
+
+def variants_used(caps: Capabilities) -> dict[str, dict[str, Any]]:
+    """For each operation the variant that a launch on a typical tensor takes, None without one, and why not others."""
+    fmt = FORMATS["fp8_e4m3fn"]
+    view = kv.BlockView.of(Layout.of(TYPICAL, fmt, "per_head", None), fmt, "per_head")
+    used = {}
+    for op, restore in (("kv_quantize", False), ("kv_dequantize", True)):
+        itemsize = FLOAT_DTYPES["bfloat16"].itemsize
+        shape = variants.Blocks(view.dim, view.block, view.blocks, itemsize, fmt.pack, restore=restore)
+        variant = None
+        with contextlib.suppress(PyclquantError):
+            variant = variants.select(variants.KV, caps, shape).variant
+        used[op] = {"variant": variant, "refused": variants.refusals(variants.KV, caps, shape)}
+    return used
+
+
+def by_default(discovery: Discovery) -> Found | None:
+    """The device that `Device.pick()` tries first."""
+    with contextlib.suppress(PyclquantError):
+        return min(candidates(discovery, os.environ.get(ENVIRONMENT) or None), key=preference)
+    return None
+
+
+@app.command()
+def probe(
+    device: Annotated[str | None, typer.Option("--device", metavar="WHICH", help="Only devices that this matches.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Probe again, whatever is known.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what each device reports, what works on it, what is used and why."""
+    discovery = discover(fresh)
+    if as_json and not discovery.found:
+        print_json({"pyclquant": pyclquant.__version__, "devices": [], "notes": discovery.notes})
+    chosen = candidates(discovery, device)
+    default = by_default(discovery)
+    rows = []
+    for found in chosen:
+        with telling(found, as_json, fresh):
+            caps = capabilities(found, fresh)
+        used = variants_used(caps)
+        r = found.reported
+        rows.append(
+            {
+                "platform": r["platform_name"],
+                "name": r["name"],
+                "vendor": r["vendor"],
+                "driver": r["driver_version"],
+                "type": r["device_type"],
+                "reported": r,
+                "works": {name: verdict.json() for name, verdict in caps.works.items()},
+                "used": used,
+            }
+        )
+        if not as_json:
+            out = console()
+            out.print(f"{found.label}{'  (taken by default)' if found is default else ''}", style="bold cyan", markup=False)
+            out.print(tables.summary(found), markup=False)
+            for t in (tables.features(caps), tables.used(used)):
+                out.print(t)
+                out.print()
+    if as_json:
+        print_json({"pyclquant": pyclquant.__version__, "devices": rows, "notes": discovery.notes})
+    else:
+        for note in discovery.notes:
+            console().print(f"note: {note}", markup=False)
+
+
+@app.command("kv")
+def kv_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="K/V tensors: .safetensors, .npy or .npz.")],
+    format: FormatOption = None,
+    granularity: GranularityOption = None,
+    group_size: GroupSizeOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT.safetensors", help="Write the quantized tensors; needs one --format."),
+    ] = None,
+    plot_file: PlotOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize the tensors of a file: size, error and time in each format."""
+    formats, granularity, size = chosen_blocks(format, granularity, group_size)
+    if output is not None:
+        if len(formats) != 1:
+            raise typer.BadParameter(f"expected exactly one --format to write, got {', '.join(formats)}", param_hint="-o")
+        distinct(file, output)
+    if plot_file is not None:
+        plot.check_plot(plot_file)
+    tensors = files.open_tensors(file)
+    dev = pick(device, as_json)
+    rows: list[evaluate.Row] = []
+    quantized: dict[str, kv.Quantized] = {}
+    with steps(as_json, len(tensors)) as step:
+        for name, x in tensors:
+            step(name)
+            for row, q in evaluate.evaluate(dev, name, x, formats, granularity, size):
+                rows.append(row)
+                if output is not None:
+                    quantized[name] = files.on_host_quantized(q)
+    if output is not None:
+        files.save_quantized(output, quantized, {row.name: row.dtype for row in rows}, tensors.metadata)
+    if plot_file is not None:
+        plot.plot_kv(rows, dev.name, plot_file)
+    if as_json:
+        print_json({"device": dev.name, "tensors": [kv_json(row) for row in rows]})
+        return
+    out = console()
+    out.print(f"{file} on {dev.name}", style="bold cyan", markup=False)
+    out.print(tables.kv_table(rows))
+    for entry in tensors.skipped:
+        out.print(f"note: left out, neither {' nor '.join(FLOAT_DTYPES)}: {entry}", markup=False)
+    for written in (output, plot_file):
+        if written is not None:
+            out.print(f"wrote {written}", markup=False)
+
+
+def distinct(file: Path, output: Path) -> None:
+    """Raises FileError when `output` cannot be written, and bad usage when it is the file that is read."""
+    if files.check_output(output) == Path(os.path.realpath(file)):
+        raise typer.BadParameter(f"expected another file than the one that is read, got {output}", param_hint="-o")
+
+
+def kv_json(row: evaluate.Row) -> dict[str, Any]:
+    """A row of `kv --json`."""
+    keys = ("name", "shape", "dtype", "format", "granularity", "group_size", "bytes_in", "bytes_out")
+    return {
+        **{key: getattr(row, key) for key in keys},
+        "sqnr_db": row.errors.sqnr_db,
+        "max_abs_err": row.errors.max_abs_err,
+        "variant": row.variant,
+        "quantize_us": row.quantize_us,
+        "dequantize_us": row.dequantize_us,
+    }
+
+
+@app.command()
+def restore(
+    file: Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="What `kv -o` wrote.")],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="BACK.safetensors", help="Where to write the tensors.")],
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Of {', '.join(FLOAT_DTYPES)}; default: the one that each tensor had.")
+    ] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring back the tensors that `kv -o` wrote."""
+    if dtype is not None:
+        with usage("--dtype"):
+            float_dtype(dtype)
+    distinct(file, output)
+    stored = files.read_quantized(file)
+    dev = pick(device, as_json)
+    back = {}
+    with steps(as_json, len(stored.tensors)) as step:
+        for name, q in stored.tensors.items():
+            step(name)
+            back[name] = files.on_host(kv.dequantize(dev, q, dtype or stored.dtypes[name]))
+    files.save_tensors(output, back, stored.metadata)
+    if as_json:
+        rows = [{"name": name, "shape": a.shape, "dtype": a.dtype.name} for name, a in back.items()]
+        print_json({"device": dev.name, "tensors": rows})
+    else:
+        console().print(f"wrote {len(back)} tensors to {output}", markup=False)
+
+
+@app.command("selftest")
+def selftest_command(device: DeviceOption = None, as_json: JsonOption = False) -> None:
+    """Compare every kernel that the device can run with the reference, byte for byte."""
+    dev = pick(device, as_json)
+    with steps(as_json, len(variants.KV) * len(FORMATS)) as step:
+        results = selftest.run(dev, step)
+    ok = all(r.ok for r in results) and any(r.cases for r in results)
+    if as_json:
+        print_json({"device": dev.name, "ok": ok, "results": [asdict(r) for r in results]})
+    else:
+        out = console()
+        out.print(dev.name, style="bold cyan", markup=False)
+        out.print(tables.selftest_table(results))
+        out.print("all equal to the reference" if ok else "NOT equal to the reference", style="bold")
+    raise typer.Exit(0 if ok else 1)
+
+
+@app.command("bench")
+def bench_command(
+    op: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"Of {', '.join(bench.OPS)}; repeat or join by commas; default: all.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(metavar="ROWS,DIM", help="Or TOKENS,HEADS,DIM; default 262144,128 on CPUs, 1048576,128 on GPUs."),
+    ] = None,
+    format: FormatOption = None,
+    dtype: Annotated[str, typer.Option(help=f"Of the float side: {', '.join(FLOAT_DTYPES)}.")] = "bfloat16",
+    granularity: GranularityOption = None,
+    group_size: GroupSizeOption = None,
+    variant: Annotated[str | None, typer.Option(help=f"Force one of {', '.join(v.name for v in variants.KV)}.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time for each operation and each floor.")] = 1.0,
+    no_reference: Annotated[bool, typer.Option("--no-reference", help="Do not time NumPy.")] = False,
+    plot_file: PlotOption = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time each operation against the device's own read and copy, and NumPy."""
+    ops = joined(op) or tuple(bench.OPS)
+    for name in ops:
+        if name not in bench.OPS:
+            raise typer.BadParameter(f"expected one of {', '.join(bench.OPS)}, got {name!r}", param_hint="--op")
+    if variant is not None and variant not in {v.name for v in variants.KV}:
+        raise typer.BadParameter(
+            f"expected one of {', '.join(v.name for v in variants.KV)}, got {variant!r}", param_hint="--variant"
+        )
+    with usage("--dtype"):
+        float_dtype(dtype)
+    formats, granularity, size = chosen_blocks(format, granularity, group_size)
+    sizes = parse_shape(shape) if shape is not None else None
+    if plot_file is not None:
+        plot.check_plot(plot_file)
+    dev = pick(device, as_json)
+    spec = bench.Spec(sizes or bench.default_shape(dev.capabilities), formats, dtype, granularity, size, variant)
+    with steps(as_json) as step:
+        report = bench.run(dev, spec, ops, seconds, not no_reference, step)
+    if plot_file is not None and report.copy is not None:
+        plot.plot_bench(report, plot_file)
+    if as_json:
+        print_json(bench_json(report))
+    else:
+        print_bench(report, spec)
+    raise typer.Exit(0 if report.correct else 1)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Two or three positive sizes, joined by commas."""
+    parts = text.split(",")
+    if not (2 <= len(parts) <= 3 and all(p.strip().isdecimal() and int(p) > 0 for p in parts)):
+        raise typer.BadParameter(f"expected ROWS,DIM or TOKENS,HEADS,DIM, all positive, got {text!r}", param_hint="--shape")
+    return tuple(int(p) for p in parts)
+
+
+def bench_json(report: bench.Report) -> dict[str, Any]:
+    """`bench --json`."""
+    keys = ("op", "format", "variant", "shape", "median_us", "gb_s", "of_floor", "reference_us", "correct", "detail")
+    return {
+        "device": report.device,
+        "floor": {
+            "read_gb_s": report.read.gb_s if report.read else None,
+            "copy_gb_s": report.copy.gb_s if report.copy else None,
+        },
+        "results": [{key: getattr(row, key) for key in keys} for row in report.results],
+    }
+
+
+def print_bench(report: bench.Report, spec: bench.Spec) -> None:
+    """The report for people."""
+    out = console()
+    out.print(report.device, style="bold cyan", markup=False)
+    scales = f"scales {spec.granularity or 'per_head'}, int4 per_group {spec.group_size}"
+    out.print(f"{' × '.join(map(str, spec.shape))} of {spec.dtype}, {scales}; GB/s count bytes read and written", markup=False)
+    out.print(tables.bench_table(report))
+    for name, floor in (("read", report.read), ("copy", report.copy)):
+        if floor is not None:
+            out.print(f"{name} floor: {floor.how}", markup=False)

@@ -1,0 +1,188 @@
+"""The tables that `pyclquant` prints for people, as rich renderables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from pyclquant.bench import Report
+from pyclquant.capabilities import Capabilities
+from pyclquant.device import Found
+from pyclquant.evaluate import Row
+from pyclquant.selftest import Result
+
+EXTENSIONS = {
+    "half_convert": "cl_khr_fp16",
+    "half_arithmetic": "cl_khr_fp16",
+    "subgroup": "cl_khr_subgroups",
+    "subgroup_size": "cl_intel_required_subgroup_size",
+    "shuffle_khr": "cl_khr_subgroup_shuffle",
+    "shuffle_intel": "cl_intel_subgroups",
+    "dot_khr": "cl_khr_integer_dot_product",
+    "dot_arm": "cl_arm_integer_dot_product_int8",
+}
+"""Features that a driver reports as an extension."""
+
+FP_CONFIG = {"denormals": "DENORM", "fma": "FMA", "divide_option": "CORRECTLY_ROUNDED_DIVIDE_SQRT"}
+"""Features that a driver reports as a bit of its single_fp_config."""
+
+SIZES = {"work_group": "max_work_group_size", "local_memory": "local_mem_size"}
+"""Features that a driver reports as a number."""
+
+
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """An empty table with these headings; those in `right` are numbers."""
+    t = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
+    for column in columns:
+        numeric = column in right
+        t.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or column == "format")
+    return t
+
+
+def good(ok: bool) -> Text:
+    """Yes or no in their colours."""
+    return Text("yes", "green") if ok else Text("no", "red")
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A figure with so many decimals; `-` for none."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:,.{digits}f}" if math.isfinite(value) else ("inf" if value > 0 else "-inf")
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"
+
+
+# ---- probe ----
+
+
+def claim(feature: str, reported: Mapping[str, Any]) -> str:
+    """What the driver says about a feature, empty when it has no word for it."""
+    if feature == "subgroup" and reported.get("sub_group_sizes"):
+        return "yes"
+    if feature in EXTENSIONS:
+        return "yes" if EXTENSIONS[feature] in (reported.get("extensions") or []) else "no"
+    if feature in FP_CONFIG:
+        return "yes" if FP_CONFIG[feature] in (reported.get("single_fp_config") or []) else "no"
+    return str(reported.get(SIZES[feature])) if feature in SIZES else ""
+
+
+def summary(found: Found) -> str:
+    """What the driver reports about a device as a whole, in three lines."""
+    r = found.reported
+    return "\n".join(
+        (
+            f"{r['device_type']}; vendor {r['vendor']}; driver {r['driver_version']}",
+            f"{r['device_version']}; {r['opencl_c_version']}",
+            f"{r['max_compute_units']} compute units; {size(r['global_mem_size'] or 0)} of memory",
+        )
+    )
+
+
+def features(caps: Capabilities) -> Table:
+    """Every probed feature: what the driver reports, whether it works, what was seen."""
+    t = table("feature", "reported", "works", "seen")
+    for name, verdict in caps.works.items():
+        t.add_row(name, claim(name, caps.reported), good(verdict.ok), Text(verdict.reason))
+    return t
+
+
+def used(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Operations, the variant that they take, and why not each other one. Operations alike share a row."""
+    t = table("operation", "used", "refused", "because")
+    for row in [row for n, row in enumerate(rows.values()) if row not in list(rows.values())[:n]]:
+        ops = "\n".join(op for op in rows if rows[op] == row)
+        taken = Text(row["variant"] or "none", "green" if row["variant"] else "red")
+        refused = list(row["refused"].items()) or [("", "")]
+        t.add_row(ops, taken, refused[0][0], Text(refused[0][1]))
+        for variant, reason in refused[1:]:
+            t.add_row("", "", variant, Text(reason))
+    return t
+
+
+# ---- kv ----
+
+
+def kv_table(rows: Sequence[Row]) -> Table:
+    """A row for each tensor and format, then a total for each format."""
+    figures = ("before", "after", "ratio", "SQNR dB", "max error", "µs", "GB/s")
+    t = table("tensor", "shape", "format", "scales", *figures, right=figures)
+    previous = ""
+    for row in rows:
+        shape = "×".join(map(str, row.shape))
+        name, shape = (Text(row.name), shape) if row.name != previous else (Text(), "")
+        previous = row.name
+        scales = row.granularity.removeprefix("per_") + (f" {row.group_size}" if row.group_size else "")
+        t.add_row(
+            name,
+            shape,
+            row.format,
+            scales,
+            size(row.bytes_in),
+            size(row.bytes_out),
+            ratio(row.bytes_in, row.bytes_out),
+            number(row.errors.sqnr_db),
+            f"{row.errors.max_abs_err:.3g}",
+            number(row.quantize_us),
+            number(row.gb_s, 2),
+        )
+    t.add_row()
+    for format in dict.fromkeys(row.format for row in rows):
+        mine = [row for row in rows if row.format == format]
+        before, after = sum(row.bytes_in for row in mine), sum(row.bytes_out for row in mine)
+        tensors = f"{len(mine)} tensor{'s' * (len(mine) != 1)}"
+        t.add_row("total", tensors, format, "", size(before), size(after), ratio(before, after), style="bold")
+    return t
+
+
+def ratio(before: int, after: int) -> str:
+    """How many times smaller."""
+    return f"{before / after:.2f}" if after else "-"
+
+
+# ---- selftest and bench ----
+
+
+def selftest_table(results: Sequence[Result]) -> Table:
+    """A row for each operation, variant and format; one row for the formats that a variant refuses alike."""
+    t = table("operation", "variant", "format", "cases", "result", "detail", right=("cases",))
+    refused: set[tuple[str, str, str]] = set()
+    for r in results:
+        if r.ok and not r.cases:
+            row = (r.op, r.variant, r.detail.split(": ", 3)[-1])  # after "not run: force: VARIANT cannot run on NAME: "
+            if row not in refused:
+                t.add_row(*row[:2], "", "0", Text("not run", "yellow"), Text(row[2]))
+            refused.add(row)
+        else:
+            verdict = Text("equal", "green") if r.ok else Text("WRONG", "red")
+            t.add_row(r.op, r.variant, r.format, str(r.cases), verdict, Text(r.detail))
+    return t
+
+
+def bench_table(report: Report) -> Table:
+    """The floors, then a row for each operation and format."""
+    figures = ("median", "GB/s", "of copy", "NumPy", "faster")
+    t = table("operation", "format", "variant", *figures, "result", right=figures)
+    for name, floor in (("read floor", report.read), ("copy floor", report.copy)):
+        if floor is not None:
+            t.add_row(name, "", "", "", number(floor.gb_s), "")
+    t.add_row()
+    for r in report.results:
+        if r.median_us is None:
+            t.add_row(r.op, r.format, r.variant, *[""] * len(figures), Text(f"WRONG: {r.detail}", "red"))
+            continue
+        numpy = (number(r.reference_us, 0) + " µs", f"{r.reference_us / r.median_us:.1f}×") if r.reference_us else ("", "")
+        speed = (number(r.median_us) + " µs", number(r.gb_s), f"{r.of_floor:.1%}")
+        t.add_row(r.op, r.format, r.variant, *speed, *numpy, Text("right", "green"))
+    return t

@@ -1,0 +1,532 @@
+"""The command line: JSON that programs can rely on, exit codes, one line for each thing that a user can get wrong."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pyopencl as cl
+import pytest
+import safetensors.numpy
+
+from pyclquant import bench, cli, device, evaluate, files, floor, icd, plot, reference, selftest, variants
+from pyclquant.capabilities import Capabilities
+from pyclquant.errors import NoDeviceError
+from pyclquant.formats import FLOAT_DTYPES, FORMATS
+from pyclquant.testing import mismatch, sqnr_db
+
+DRIVERS_OWN = re.compile(r"^MESA: |^\d+ warnings? generated\.$")
+"""Lines that PoCL and rusticl write to stderr by themselves."""
+SAMPLE = Path(__file__).parent / "data" / "kv_sample.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch):
+    monkeypatch.setattr(evaluate, "SECONDS", 0.0)
+    monkeypatch.setattr(floor, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.fixture
+def run(capfd):
+    """Run the command line in this process: exit code, stdout, stderr."""
+
+    def command(*arguments):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(a) for a in arguments])
+        out, err = capfd.readouterr()
+        err = "".join(line for line in err.splitlines(True) if not DRIVERS_OWN.search(line))
+        return ended.value.code or 0, out, err
+
+    return command
+
+
+@pytest.fixture
+def run_json(run):
+    """As `run`, with --json: exit code and what was printed. NaN and Infinity are no JSON."""
+
+    def command(*arguments):
+        code, out, err = run(*arguments, "--json")
+        assert err == ""
+        return code, json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+
+    return command
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file with one tensor of each dtype, odd and round."""
+    rng = np.random.default_rng(5)
+    tensors = {f"{d}.{dim}": rng.normal(0, 3, (5, 2, dim)).astype(t) for d, t in FLOAT_DTYPES.items() for dim in (7, 64)}
+    safetensors.numpy.save_file(tensors, tmp_path / "small.safetensors", metadata={"layout": "any", "format": "pt"})
+    order = [entry.name for entry in files.open_tensors(tmp_path / "small.safetensors").entries]
+    return tmp_path / "small.safetensors", {name: tensors[name] for name in order}
+
+
+@pytest.fixture
+def no_driver(monkeypatch):
+    nothing = device.Discovery((), ("driver left out: /usr/lib/broken.so: killed by signal 11 (SIGSEGV)",))
+    monkeypatch.setattr(cli, "discover", lambda *_: nothing)
+    monkeypatch.setattr(device, "discover", lambda *_: nothing)
+
+
+# ---- the program ----
+
+
+def test_version(run):
+    assert run("--version") == (0, f"pyclquant {version('pyclquant')}\n", "")
+
+
+def test_module_is_the_program():
+    child = subprocess.run([sys.executable, "-m", "pyclquant", "--version"], capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout) == (0, f"pyclquant {version('pyclquant')}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([c, "--help"] for c in ("probe", "kv", "restore", "selftest", "bench"))])
+def test_help(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert "Usage: pyclquant" in out
+
+
+def test_matplotlib_is_not_imported_before_it_draws():
+    code = "import sys, pyclquant.cli; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- probe ----
+
+
+def test_probe(run_json, dev):
+    code, found = run_json("probe")
+    assert code == 0
+    assert found["pyclquant"] == version("pyclquant")
+    mine = next(d for d in found["devices"] if d["reported"] == dev.capabilities.reported)
+    for d in found["devices"]:
+        assert set(d) == {"platform", "name", "vendor", "driver", "type", "reported", "works", "used"}
+        assert all(isinstance(row["ok"], bool) and isinstance(row["reason"], str) for row in d["works"].values())
+        assert set(d["used"]) == {"kv_quantize", "kv_dequantize"}
+    for op, row in mine["used"].items():
+        shape = variants.Blocks(128, 128, 4096 * 8, 2, restore=op == "kv_dequantize")
+        assert row["variant"] == variants.select(variants.KV, dev.capabilities, shape).variant
+        assert row["refused"] == variants.refusals(variants.KV, dev.capabilities, shape)
+    assert isinstance(found["notes"], list)
+
+
+def test_probe_shows_all_whatever_is_taken_by_default(monkeypatch, run):
+    monkeypatch.setenv(device.ENVIRONMENT, "no such device")
+    code, out, _ = run("probe")
+    assert code == 0
+    assert "(taken by default)" not in out
+    monkeypatch.delenv(device.ENVIRONMENT)
+    assert run("probe")[1].count("(taken by default)") == 1
+
+
+def test_probe_for_people(run, dev):
+    code, out, err = run("probe", "--device", dev.capabilities.reported["name"])
+    assert (code, err) == (0, "")
+    assert dev.capabilities.reported["name"] in out
+    assert max(map(len, out.splitlines())) <= 100
+    for word in ("feature", "reported", "works", "seen", "kv_quantize", "kv_dequantize", "refused", *dev.capabilities.works):
+        assert word in out
+
+
+def test_probe_tells_of_a_device_that_runs_nothing(monkeypatch, run_json):
+    monkeypatch.setattr(cli, "capabilities", lambda found, fresh: Capabilities(found.reported, {}))
+    code, found = run_json("probe")
+    assert code == 0
+    assert found["devices"][0]["used"]["kv_quantize"]["variant"] is None
+    assert "base: not probed" in found["devices"][0]["used"]["kv_quantize"]["refused"]["base"]
+
+
+def test_probe_fresh_asks_again(monkeypatch, run, dev):
+    asked = []
+
+    def again(found, fresh):
+        asked.append(fresh)
+        return dev.capabilities
+
+    monkeypatch.setattr(cli, "capabilities", again)
+    code, _, err = run("probe", "--fresh")
+    assert code == 0
+    assert set(asked) == {True}
+    assert "probing " in err
+
+
+def test_first_probe_is_announced(monkeypatch, tmp_path, run, dev):
+    monkeypatch.setattr(icd, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(cli, "capabilities", lambda found, fresh: dev.capabilities)
+    _, _, err = run("probe")
+    assert "probing " in err
+    assert "once" in err
+    assert run("probe", "--json")[2] == ""
+
+
+# ---- kv and restore ----
+
+
+def test_kv(run_json, small, dev):
+    path, tensors = small
+    code, found = run_json("kv", path, "--group-size", 16)
+    assert code == 0
+    assert found["device"] == dev.name
+    assert [(t["name"], t["format"]) for t in found["tensors"]] == [(name, f) for name in tensors for f in FORMATS]
+    for t in found["tensors"]:
+        assert list(t) == [
+            *("name", "shape", "dtype", "format", "granularity", "group_size", "bytes_in", "bytes_out"),
+            *("sqnr_db", "max_abs_err", "variant", "quantize_us", "dequantize_us"),
+        ]
+        x = tensors[t["name"]]
+        how = {"granularity": t["granularity"], "group_size": t["group_size"]}
+        assert how == (
+            {"granularity": "per_group", "group_size": 16}
+            if t["format"] == "int4"
+            else {"granularity": "per_head", "group_size": None}
+        )
+        codes, scales, mins = reference.quantize(x, t["format"], **how)
+        y = reference.dequantize(codes, scales, mins, t["format"], x.shape, dtype=t["dtype"], **how)
+        assert (t["shape"], t["dtype"], t["bytes_in"]) == (list(x.shape), x.dtype.name, x.nbytes)
+        assert t["bytes_out"] == codes.nbytes + scales.nbytes + (mins.nbytes if mins is not None else 0)
+        assert t["sqnr_db"] == pytest.approx(sqnr_db(x, y))
+        assert t["max_abs_err"] == np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
+        assert t["quantize_us"] > 0
+        assert t["dequantize_us"] > 0
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_token", "per_head", "per_group"])
+def test_kv_granularity(run_json, granularity):
+    _, found = run_json("kv", SAMPLE, "--format", "int8,int4", "--granularity", granularity)
+    assert {t["format"]: (t["granularity"], t["group_size"]) for t in found["tensors"]} == {
+        "int8": (granularity, 64 if granularity == "per_group" else None),
+        "int4": ("per_group", 64),
+    }
+
+
+def test_kv_figures_that_are_none(run_json, tmp_path):
+    np.savez(
+        tmp_path / "k.npz",
+        zero=np.zeros((3, 8), np.float32),
+        none=np.empty((0, 8), np.float32),
+        nan=np.full((2, 8), np.nan, np.float32),
+    )
+    code, found = run_json("kv", tmp_path / "k.npz", "--format", "int8")
+    assert code == 0
+    assert {t["name"]: t["sqnr_db"] for t in found["tensors"]} == {"zero": None, "none": None, "nan": None}
+    assert [t["quantize_us"] is None for t in found["tensors"]] == [False, True, False]
+
+
+def test_kv_for_people(run):
+    code, out, err = run("kv", SAMPLE)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum("layers.7.k" in line for line in lines) == 1
+    totals = [line for line in lines if line.startswith("total")]
+    assert [line.split()[3] for line in totals] == list(FORMATS)
+    assert "262.1 kB" in totals[0]
+    assert "139.3 kB" in totals[0]
+    assert "1.88" in totals[0]
+
+
+def test_kv_tells_what_it_left_out(run, tmp_path):
+    np.savez(tmp_path / "k.npz", **{"k[red]": np.ones((3, 8), np.float32), "n": np.arange(3)})
+    code, out, _ = run("kv", tmp_path / "k.npz", "--format", "int8")
+    assert code == 0
+    assert "k[red]" in out
+    assert "note: left out, neither float32 nor bfloat16 nor float16: n (int64 [3])" in out
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_kv_writes_and_restore_brings_back(run, run_json, small, tmp_path, dev, format):
+    path, tensors = small
+    out, back = tmp_path / "q.safetensors", tmp_path / "back.safetensors"
+    code, text, _ = run("kv", path, "--format", format, "-o", out)
+    assert code == 0
+    assert f"wrote {out}" in text.replace("\n", "")
+    code, found = run_json("restore", out, "-o", back)
+    assert code == 0
+    assert found == {
+        "device": dev.name,
+        "tensors": [{"name": name, "shape": list(tensors[name].shape), "dtype": tensors[name].dtype.name} for name in tensors],
+    }
+    restored = files.open_tensors(back)
+    assert restored.metadata == {"layout": "any", "format": "pt"}
+    for name, y in restored:
+        codes, scales, mins = reference.quantize(tensors[name], format, group_size=64 if format == "int4" else None)
+        want = reference.dequantize(
+            codes, scales, mins, format, y.shape, dtype=y.dtype.name, group_size=64 if format == "int4" else None
+        )
+        assert mismatch(y, want) is None
+
+
+def test_restore_to_another_dtype(run, small, tmp_path):
+    out, back = tmp_path / "q.safetensors", tmp_path / "back.safetensors"
+    run("kv", small[0], "--format", "int8", "-o", out)
+    code, text, _ = run("restore", out, "-o", back, "--dtype", "float16")
+    assert code == 0
+    assert f"wrote 6 tensors to {back}" in text.replace("\n", "")
+    assert {y.dtype.name for _, y in files.open_tensors(back)} == {"float16"}
+
+
+def test_failed_run_keeps_the_output(run, tmp_path, monkeypatch):
+    out = tmp_path / "q.safetensors"
+    out.write_text("precious")
+
+    def full(tensors, file, metadata):
+        Path(file).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    code, text, err = run("kv", SAMPLE, "--format", "int8", "-o", out)
+    assert (code, text) == (1, "")
+    assert err == f"pyclquant: {out}: expected to write a file, got: No space left on device\n"
+    assert out.read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["q.safetensors"]
+
+
+# ---- selftest ----
+
+
+def test_selftest(run_json, dev, monkeypatch):
+    every = selftest.all_cases
+    monkeypatch.setattr(selftest, "all_cases", lambda format: list(every(format))[:2])
+    code, found = run_json("selftest")
+    assert code == 0
+    assert found["device"] == dev.name
+    assert found["ok"] is True
+    assert all(list(r) == ["op", "format", "variant", "cases", "ok", "detail"] for r in found["results"])
+    assert {(r["variant"], r["format"]) for r in found["results"]} == {(v.name, f) for v in variants.KV for f in FORMATS}
+
+
+def results(*rows):
+    return lambda dev, progress: [selftest.Result(*row) for row in rows]
+
+
+def test_selftest_that_fails(run, run_json, monkeypatch):
+    bad = ("kv", "int8", "row", 3, False, "codes: expected 1, got [2] at (0, 1)")
+    monkeypatch.setattr(selftest, "run", results(bad, ("kv", "int8", "base", 3, True, "")))
+    code, found = run_json("selftest")
+    assert (code, found["ok"]) == (1, False)
+    code, out, _ = run("selftest")
+    assert code == 1
+    assert "codes: expected 1, got [2] at (0, 1)" in out
+    assert "NOT equal to the reference" in out
+
+
+def test_selftest_that_runs_nothing_fails(run, monkeypatch):
+    refused = "not run: force: row cannot run on this: base: not probed"
+    monkeypatch.setattr(
+        selftest, "run", results(("kv", "int8", "row", 0, True, refused), ("kv", "int4", "row", 0, True, refused))
+    )
+    code, out, _ = run("selftest")
+    assert code == 1
+    assert out.count("base: not probed") == 1
+
+
+# ---- bench ----
+
+
+def test_bench(run_json, dev):
+    code, found = run_json("bench", "--shape", "96,64", "--format", "fp8_e5m2", "--seconds", 0, "--op", "kv")
+    assert code == 0
+    assert found["device"] == dev.name
+    assert set(found["floor"]) == {"read_gb_s", "copy_gb_s"}
+    assert [r["op"] for r in found["results"]] == ["kv_quantize", "kv_dequantize"]
+    for r in found["results"]:
+        assert {"op", "format", "variant", "shape", "median_us", "gb_s", "of_floor", "reference_us", "correct"} <= set(r)
+        assert (r["format"], r["shape"], r["correct"]) == ("fp8_e5m2", [96, 64], True)
+        assert r["of_floor"] == pytest.approx(r["gb_s"] / found["floor"]["copy_gb_s"])
+
+
+def test_bench_for_people(run):
+    options = ("--shape", "7,3,32", "--format", "int8", "--seconds", 0, "--dtype", "float32", "--granularity", "per_tensor")
+    code, out, err = run("bench", *options, "--no-reference", "--variant", "base")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 100
+    for word in (
+        "7 × 3 × 32 of float32",
+        "per_tensor",
+        "read floor",
+        "copy floor",
+        "kv_quantize",
+        "kv_dequantize",
+        "base",
+        "right",
+    ):
+        assert word in out
+
+
+def test_bench_of_a_wrong_kernel(run, run_json, monkeypatch):
+    right = reference.dequantize
+    monkeypatch.setattr(reference, "dequantize", lambda *a, **k: right(*a, **k) * -1)
+    options = ("bench", "--shape", "9,64", "--format", "int8", "--seconds", 0)
+    code, found = run_json(*options)
+    assert code == 1
+    assert [r["correct"] for r in found["results"]] == [True, False]
+    assert found["results"][1]["gb_s"] is None
+    code, out, _ = run(*options)
+    assert code == 1
+    wrong = next(line for line in out.splitlines() if line.startswith("kv_dequantize"))
+    assert "WRONG" in wrong
+    assert "µs" not in wrong
+
+
+# ---- figures ----
+
+
+def test_plots(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    for command in (("kv", SAMPLE), ("bench", "--shape", "96,64", "--seconds", 0)):
+        path = tmp_path / f"{command[0]}.png"
+        code, _, err = run(*command, "--plot", path)
+        assert (code, err) == (0, "")
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    for command in (("kv", SAMPLE), ("bench",)):
+        code, _, err = run(*command, "--plot", tmp_path / "k.png")
+        assert code == 1
+        assert err == "pyclquant: --plot: expected matplotlib, which is not installed; pip install 'pyclquant[plot]'\n"
+
+
+def test_plot_to_a_wrong_place(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(plot, "find_spec", lambda name: True)
+    code, _, err = run("kv", SAMPLE, "--plot", tmp_path / "k.txt")
+    assert code == 1
+    assert "expected a name that ends in .png or .svg or .pdf, got .txt" in err
+
+
+# ---- what a user can get wrong ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "No such command"),
+        (["kv"], "Missing argument"),
+        (["kv", SAMPLE, "--format", "fp8"], "expected one of fp8_e4m3fn"),
+        (["kv", SAMPLE, "--granularity", "per_row"], "expected one of per_tensor, per_token"),
+        (["kv", SAMPLE, "--format", "int4", "--group-size", "3"], "expected an even number"),
+        (["kv", SAMPLE, "--group-size", "0"], "expected a positive integer"),
+        (["kv", SAMPLE, "--format", "int8", "--group-size", "32"], "expected only with --granularity per_group"),
+        (["kv", SAMPLE, "-o", "/tmp/q.safetensors"], "expected exactly one --format"),
+        (["kv", SAMPLE, "-o", SAMPLE, "--format", "int8"], "expected another file than the one that is read"),
+        (["restore", SAMPLE], "Missing option"),
+        (["restore", SAMPLE, "-o", "/tmp/b.safetensors", "--dtype", "int8"], "expected float32"),
+        (["bench", "--op", "gemm"], "expected one of kv"),
+        (["bench", "--shape", "12"], "expected ROWS,DIM"),
+        (["bench", "--shape", "12,0"], "expected ROWS,DIM"),
+        (["bench", "--dtype", "float64"], "expected float32"),
+        (["bench", "--variant", "fastest"], "expected one of vector_shuffle"),
+        (["bench", "--seconds", "-1"], "--seconds"),
+    ],
+)
+def test_bad_usage(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kv", "/nowhere/k.npy"], "/nowhere/k.npy: expected a file to read, got: No such file or directory"),
+        (["kv", "/tmp"], "/tmp: expected a name that ends in .safetensors or .npy or .npz, got no suffix"),
+        (["kv", SAMPLE, "--format", "int8", "-o", "/nowhere/q.safetensors"], "expected a name in a folder that exists"),
+        (["kv", SAMPLE, "--format", "int8", "-o", "/proc/self/q.safetensors"], "/proc/self/q.safetensors: expected"),
+        (["restore", SAMPLE, "-o", "/tmp/b.safetensors"], "expected quantized tensors"),
+        (["kv", SAMPLE, "--device", "no such device"], "device: expected one that matches 'no such device', found 0:0"),
+        (["probe", "--device", "9:9"], "device: expected one that matches '9:9', found 0:0"),
+        (["selftest", "--device", "9:9"], "device: expected one that matches '9:9', found 0:0"),
+        (["bench", "--device", "9:9"], "device: expected one that matches '9:9', found 0:0"),
+    ],
+)
+def test_failures_are_one_line(run, arguments, message):
+    for more in ([], ["--json"]):
+        code, out, err = run(*arguments, *more)
+        assert (code, out) == (1, "")
+        assert err.startswith("pyclquant: ")
+        assert err.count("\n") == 1
+        assert message in err
+
+
+@pytest.mark.parametrize("command", [["probe"], ["kv", SAMPLE], ["selftest"], ["bench"]])
+def test_no_driver_at_all(no_driver, run, command):
+    code, out, err = run(*command)
+    assert (code, out) == (1, "")
+    assert err.startswith("pyclquant: device: expected an OpenCL device, found none; searched ")
+    assert "broken.so: killed by signal 11" in err
+    assert "pip install 'pyclquant[pocl]'" in err
+    assert err.count("\n") == 1
+
+
+def test_probe_without_a_driver_is_json_all_the_same(no_driver, run):
+    code, out, err = run("probe", "--json")
+    assert code == 1
+    assert json.loads(out) == {
+        "pyclquant": version("pyclquant"),
+        "devices": [],
+        "notes": ["driver left out: /usr/lib/broken.so: killed by signal 11 (SIGSEGV)"],
+    }
+    assert "expected an OpenCL device" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            cl.MemoryError("clCreateBuffer failed: MEM_OBJECT_ALLOCATION_FAILURE"),
+            "device: expected enough memory .*ALLOCATION_FAILURE",
+        ),
+        (
+            cl.RuntimeError("clFinish failed: OUT_OF_RESOURCES"),
+            "device: expected the driver to do this work, got: .*OUT_OF_RESOURCES",
+        ),
+        (MemoryError("Unable to allocate 9 TiB"), "host: expected enough memory for this work, got: Unable to allocate 9 TiB"),
+        (NoDeviceError("device: expected one"), "device: expected one"),
+    ],
+)
+def test_driver_errors_are_one_line(run, monkeypatch, error, message):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(evaluate, "evaluate", fail)
+    code, out, err = run("kv", SAMPLE)
+    assert (code, out) == (1, "")
+    with pytest.raises(ValueError, match=f"^pyclquant: {message}\n$"):
+        raise ValueError(err)
+
+
+# ---- progress ----
+
+
+def test_progress_goes_to_a_terminal_only(monkeypatch, capfd):
+    with cli.steps(quiet=False, total=2) as step:
+        step("one")
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with cli.steps(quiet=True, total=2) as step:
+        step("one")
+    assert capfd.readouterr() == ("", "")
+    for total in (2, None):
+        with cli.steps(quiet=False, total=total) as step:
+            step("one")
+            step("two")
+        out, err = capfd.readouterr()
+        assert out == ""
+        assert "two" in err
+
+
+def test_joined_options():
+    assert cli.joined(["int8, int4", "int8", "fp8_e5m2,"]) == ("int8", "int4", "fp8_e5m2")
+    assert cli.joined(None) == ()
+    with contextlib.suppress(SystemExit):
+        assert cli.parse_shape("3, 4,5") == (3, 4, 5)

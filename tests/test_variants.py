@@ -1,0 +1,277 @@
+"""Which variant each of 31 real devices would get, and the pure functions behind the choice."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyclquant.capabilities import Capabilities, Verdict
+from pyclquant.errors import UnsupportedDeviceError
+from pyclquant.variants import KV, Blocks, Plan, cannot, division, power_of_two, refusals, select, shuffle, vendor_macros
+
+REPORTS = {p.stem: json.loads(p.read_text()) for p in sorted((Path(__file__).parent / "devices").glob("*.json"))}
+DEVICES = {name: Capabilities.from_report(report) for name, report in REPORTS.items()}
+USUAL = Blocks(dim=128, block=128, blocks=4096, itemsize=2)
+
+TAKES = {
+    "adreno-650": "vector",
+    "amd-apu-spectre-kaveri": "vector",
+    "amd-gfx1030-rx6800xt": "vector",
+    "amd-gfx1100-rx7900xtx-wsl": "vector",
+    "amd-gfx701-r9-390-hang": None,  # its driver hangs at the first compiled kernel
+    "amd-gfx906-radeon-vii": "vector",
+    "amd-gfx90a-mi250-partial": "base",  # partial reports: the work-group limit is not known
+    "amd-gfx90c-pal-windows": "vector",
+    "amd-mi355x-partial": "base",
+    "intel-arc-a750-partial": "base",
+    "intel-arc-b580-benchmark-partial": "base",
+    "intel-cpu-i5-10210u": "row",
+    "intel-cpu-i5-12400f": "row",
+    "intel-cpu-i5-4590-opencl12": "row",
+    "intel-cpu-runtime-on-ryzen": "row",
+    "intel-hd-haswell-gen75": "vector_shuffle",
+    "intel-pvc-max1100-partial": "base",
+    "intel-uhd-gen9-9b41": "vector_shuffle",
+    "mali-g52-partial": "vector",
+    "mali-lodx-g610-older-driver": "vector",
+    "nvidia-b300-partial": "base",
+    "nvidia-gtx1080-pascal": "vector_shuffle",
+    "nvidia-h100-partial": "base",
+    "nvidia-rtx2080ti": "vector_shuffle",
+    "nvidia-rtx3050-laptop-windows": "vector_shuffle",
+    "oclgrind-simulator": "vector",
+    "pocl-aarch64-phytium": "row",
+    "pocl-x86-64-cascadelake": "row",
+    "rusticl-adreno-fd643": "vector",
+    "rusticl-adreno-fd690": "vector",
+    "vivante-phytium-ftg340": "vector",
+}
+
+
+def caps_with(device_type="gpu", **works):
+    """A device with these features: True, False, or a Verdict."""
+    reported = {"name": "made up", "device_type": device_type, "max_work_group_size": 256, "max_compute_units": 8}
+    always = {"base": True, "index64": True, **{f"vector{n}": True for n in (2, 4, 8, 16)}}
+    verdicts = {f: v if isinstance(v, Verdict) else Verdict(v, f"{f} is {v}") for f, v in {**always, **works}.items()}
+    return Capabilities(reported, verdicts)
+
+
+# ---- real devices ----
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_real_device_takes_what_suits_it(name):
+    caps = DEVICES[name]
+    if TAKES[name] is None:
+        with pytest.raises(UnsupportedDeviceError, match=r"device: expected one that runs a kernel, got .*base: "):
+            select(KV, caps, USUAL)
+    else:
+        assert select(KV, caps, USUAL).variant == TAKES[name]
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_refusal_has_a_reason_and_the_first_row_without_one_is_taken(name):
+    caps = DEVICES[name]
+    refused = refusals(KV, caps, USUAL)
+    assert all(len(reason) > 10 for reason in refused.values()), refused
+    assert next((row.name for row in KV if row.name not in refused), None) == TAKES[name]
+
+
+@pytest.mark.parametrize("name", [n for n in REPORTS if "partial" in n and REPORTS[n]["max_work_group_size"] is None])
+def test_an_unknown_limit_is_not_taken_for_a_large_one(name):
+    plan = select(KV, DEVICES[name], USUAL)
+    assert (plan.wg, plan.lanes, plan.vec) == (1, 1, 1)
+
+
+def test_a_work_group_limit_that_is_no_power_of_two_gives_one_that_is():
+    assert REPORTS["mali-g52-partial"]["max_work_group_size"] == 384
+    assert select(KV, DEVICES["mali-g52-partial"], USUAL).wg == 128
+    small = replace(DEVICES["mali-g52-partial"], reported={**REPORTS["mali-g52-partial"], "max_work_group_size": 96})
+    assert select(KV, small, USUAL).wg == 64
+
+
+def test_the_smallest_of_the_limits_counts():
+    # 2048 work-items a group, but no more than 1024 in a dimension; 256 is our own limit
+    assert DEVICES["rusticl-adreno-fd690"].max_work_group_size == 256
+    measured = caps_with(work_group=Verdict(True, "measured", value=64))
+    assert measured.max_work_group_size == 64
+    one_dimension = Capabilities({"max_work_group_size": 2048, "max_work_item_sizes": [128, 1, 1]}, {})
+    assert one_dimension.max_work_group_size == 128
+
+
+# ---- select ----
+
+
+def test_force_takes_a_row_that_only_does_not_suit():
+    caps = DEVICES["nvidia-rtx2080ti"]
+    assert "row" in refusals(KV, caps, USUAL)
+    assert select(KV, caps, USUAL, force="row").variant == "row"
+
+
+def test_force_refuses_a_row_that_cannot_run():
+    with pytest.raises(UnsupportedDeviceError, match=r"force: vector_shuffle cannot run on gfx906: .*cl_khr_subgroup_shuffle"):
+        select(KV, DEVICES["amd-gfx906-radeon-vii"], USUAL, force="vector_shuffle")
+
+
+def test_force_refuses_an_unknown_name():
+    with pytest.raises(UnsupportedDeviceError, match="force: expected one of vector_shuffle, vector, row, base, got 'fast'"):
+        select(KV, DEVICES["nvidia-rtx2080ti"], USUAL, force="fast")
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "gpu"])
+def test_a_wrong_known_answer_moves_the_choice_to_the_next_row(device_type):
+    caps = caps_with(device_type)
+    first = select(KV, caps, USUAL).variant
+    wrong = {f"kv_{first}": Verdict(False, "codes: expected 1, got 2")}
+    worse = replace(caps, works={**caps.works, **wrong})
+    assert select(KV, worse, USUAL).variant == "base"
+    assert refusals(KV, worse, USUAL)[first] == f"kv_{first}: codes: expected 1, got 2"
+
+
+def test_a_device_without_a_working_kernel_is_refused_with_the_reason():
+    with pytest.raises(UnsupportedDeviceError, match="base: base: wrong bits"):
+        select(KV, caps_with(base=Verdict(False, "wrong bits")), USUAL)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "why"),
+    [
+        (replace(USUAL, dim=63, block=63), "rows of 63"),
+        (replace(USUAL, dim=2, block=2), "aligned vectors of 4 bytes"),
+        (replace(USUAL, align=1), "offsets in multiples of 1 elements"),
+        (replace(USUAL, block=6), "blocks of 6"),
+    ],
+)
+def test_shapes_that_cut_vectors_refuse_them(blocks, why):
+    caps = DEVICES["nvidia-rtx2080ti"]
+    refused = refusals(KV, caps, blocks)
+    assert why in refused["vector"]
+    assert why in refused["vector_shuffle"]
+    assert select(KV, caps, blocks).variant == "base"
+
+
+def test_a_width_that_does_not_work_is_not_used():
+    no16 = caps_with("cpu", vector16=False)
+    assert select(KV, no16, USUAL).vec == 8
+    no8 = caps_with("gpu", vector8=Verdict(False, "killed by signal 6"))
+    assert refusals(KV, no8, USUAL)["vector"] == "vector8: killed by signal 6"
+
+
+def test_oclgrind_says_cpu_and_gpu_at_once_and_is_a_cpu():
+    assert DEVICES["oclgrind-simulator"].is_cpu
+    assert not DEVICES["intel-arc-a750-partial"].is_cpu  # its type is not known
+
+
+# ---- the pieces ----
+
+
+def test_division_takes_the_cheapest_that_is_right():
+    option = Verdict(True, "correctly rounded", options="-cl-fp32-correctly-rounded-divide-sqrt")
+    fma = {"DIVIDE": "DIVIDE_FMA"}
+    native = {"DIVIDE": "DIVIDE_NATIVE"}
+    assert division(caps_with("cpu", divide=True, divide_option=option, divide_fma=True)) == (native, ())
+    assert division(caps_with("cpu", divide=False, divide_option=option, divide_fma=True)) == (native, (option.options,))
+    assert division(caps_with("cpu", divide_fma=True)) == (fma, ())
+    assert division(caps_with("gpu", divide=True, divide_fma=True)) == (fma, ())
+    assert division(caps_with("gpu", divide=True, divide_fma=False)) == (native, ())
+    assert division(caps_with("gpu")) == ({"DIVIDE": "DIVIDE_INT"}, ())
+
+
+def test_shuffle_takes_the_first_that_works_with_its_lanes_and_options():
+    nv, khr = Verdict(True, "", value=32), Verdict(True, "", value=16, options="-cl-std=CL3.0")
+    assert shuffle(caps_with()) is None
+    assert shuffle(caps_with(shuffle_nv=nv, shuffle_khr=khr)) == ({"SHUFFLE": 3}, 32, "")
+    assert shuffle(caps_with(shuffle_nv=False, shuffle_khr=khr)) == ({"SHUFFLE": 1}, 16, "-cl-std=CL3.0")
+    sized = caps_with(shuffle_intel=Verdict(True, "", value=16), subgroup_size=Verdict(True, "", value=16))
+    assert shuffle(sized) == ({"SHUFFLE": 2, "SUBGROUP_SIZE": 16}, 16, "")
+
+
+def test_vendor_macros_follow_the_verdicts():
+    assert vendor_macros(caps_with()) == {"HALF": 0, "CONVERT_NV": 0}
+    assert vendor_macros(caps_with(half_convert=True, nv_convert=True)) == {"HALF": 1, "CONVERT_NV": 1}
+
+
+def test_missing_names_the_first_feature_that_does_not_work():
+    caps = caps_with(a=True, b=Verdict(False, "no"))
+    assert caps.missing("a") is None
+    assert caps.missing("a", "b", "c") == "b: no"
+    assert caps.missing("c") == "c: not probed"
+
+
+def test_a_verdict_survives_json():
+    for verdict in (Verdict(True, "fine"), Verdict(False, "no", 3, "-cl-std=CL3.0"), Verdict(True, "none", 0)):
+        assert Verdict.of(json.loads(json.dumps(verdict.json()))) == verdict
+
+
+# ---- properties ----
+
+powers = st.sampled_from([1 << n for n in range(21)])
+
+
+@given(st.integers(1, 1 << 40))
+def test_power_of_two(n):
+    p = power_of_two(n)
+    assert p & (p - 1) == 0
+    assert p // 2 < n <= p
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), powers, st.sampled_from([1, 2, 4, 8, 16]))
+def test_vec_is_the_widest_that_divides(dim, block, align, limit):
+    v = Blocks(dim, block, 1, 2).vec(limit, align)
+
+    def fits(n):
+        return n <= limit and all(size % n == 0 for size in (dim, block, align))
+
+    assert v & (v - 1) == 0
+    assert fits(v)
+    assert not fits(2 * v)
+
+
+@given(st.integers(1, 1 << 40), powers.filter(lambda n: n <= 256), powers.filter(lambda n: n <= 256), st.integers(1, 4096))
+def test_global_size_serves_all_blocks_and_no_more_groups_than_needed(blocks, wg, lanes, blocks_per_team):
+    plan = Plan("any", 1, min(lanes, wg), wg, blocks_per_team, {})
+    size = plan.global_size(blocks)
+
+    def served(items):
+        return items // plan.lanes * blocks_per_team
+
+    assert size % wg == 0
+    assert served(size) >= blocks
+    assert served(size - wg) < blocks
+
+
+@st.composite
+def tensors(draw):
+    """Blocks as `kv.quantize` makes them: of int4 the groups are even, but the last of an odd row."""
+    pack = draw(st.sampled_from([1, 2]))
+    dim = draw(st.integers(1, 600))
+    whole_row = draw(st.booleans())
+    block = dim if whole_row else min(dim, pack * draw(st.integers(1, 300)))
+    return Blocks(dim, block, draw(st.integers(1, 1 << 33)), draw(st.sampled_from([2, 4])), pack, draw(powers))
+
+
+@given(st.sampled_from(sorted(DEVICES)), st.sampled_from(KV), tensors())
+def test_every_plan_keeps_what_the_kernels_ask_of_their_macros(name, row, blocks):
+    """The rules of the headers of cl/common.h and cl/kv_quantize.cl, for every device and shape."""
+    caps = DEVICES[name]
+    if cannot(row, caps, blocks):
+        return
+    plan = row.plan(caps, blocks)
+    assert plan.variant == row.name
+    assert plan.vec in (1, 2, 4, 8, 16)
+    assert plan.wg % plan.lanes == 0
+    assert plan.wg <= caps.max_work_group_size
+    assert plan.wg * 8 <= 16384  # bytes of local memory that every device has
+    assert plan.vec >= blocks.codes_per_byte
+    pairs_of_int4 = blocks.codes_per_byte == 2 and plan.vec == 2
+    assert pairs_of_int4 or (blocks.dim % plan.vec == 0 and blocks.block % plan.vec == 0)
+    if plan.macros["ALIGNED"]:
+        assert blocks.align % plan.vec == 0
+        assert blocks.dim % plan.vec == 0
+    if plan.macros.get("SHUFFLE"):
+        assert plan.lanes & (plan.lanes - 1) == 0
+        assert plan.lanes <= (plan.macros.get("SUBGROUP_SIZE") or 32)
+    assert plan.defines() == {"VEC": plan.vec, "LANES": plan.lanes, "WG": plan.wg, **plan.macros}
