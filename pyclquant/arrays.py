@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
 import pyopencl.array as cla
 
 from pyclquant.device import Device
@@ -67,9 +68,16 @@ def kernel_arguments(*arrays: cla.Array) -> list[Any]:
     return [argument for a in arrays for argument in (a.base_data, np.uint64(a.offset // a.dtype.itemsize))]
 
 
-def alignment(*offsets: int) -> int:
-    """The largest power of two, up to 2^20, that divides all the offsets."""
+def alignment(*arrays: tuple[cla.Array, int]) -> int:
+    """The largest power of two, up to 2^20, that divides the offsets of all arrays, counted in elements.
+
+    arrays: each with the elements that one of its items holds (2 for packed int4). 1 for an array in
+    memory that the user allocated: OpenCL does not align that.
+    """
     common = 1 << 20
-    for offset in offsets:
-        common |= offset
+    for a, elements in arrays:
+        buffer: Any = a.base_data
+        if buffer.flags & cl.mem_flags.USE_HOST_PTR:
+            return 1
+        common |= a.offset // a.dtype.itemsize * elements
     return common & -common

@@ -304,7 +304,7 @@ class BlockView:
 
     def blocks_of(self, floats: cla.Array, codes: cla.Array, *, restore: bool = False) -> Blocks:
         """What the choice of a variant needs to know."""
-        align = alignment(floats.offset // floats.dtype.itemsize, codes.offset * self.fmt.pack)
+        align = alignment((floats, 1), (codes, self.fmt.pack))
         return Blocks(self.dim, self.block, self.blocks, floats.dtype.itemsize, self.fmt.pack, align, restore)
 
     def counts(self, plan: Plan) -> list[np.generic]:

@@ -172,6 +172,21 @@ def test_slices_with_an_offset(dev, offset):
     assert guard_intact(stored)
 
 
+def test_memory_of_the_user_may_be_anywhere(dev):
+    """A buffer over host memory has no alignment: vectors must not count on one."""
+    host = sample((16, 64), "float32", 3)
+    raw = np.zeros(host.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + 4
+    there = raw[start : start + host.nbytes]
+    there[:] = host.ravel().view(np.uint8)
+    memory = cl.Buffer(dev.context, cl.mem_flags.READ_ONLY | cl.mem_flags.USE_HOST_PTR, hostbuf=there)
+    x = cla.Array(dev.queue, host.shape, np.float32, data=memory)
+    q = kv.quantize(dev, x, "int8")
+    assert mismatch(q.get().codes, reference.quantize(host, "int8")[0]) is None
+    with pytest.raises(pq.UnsupportedDeviceError, match="offsets in multiples of 1"):
+        kv.quantize(dev, x, "int8", force="vector")
+
+
 def test_results_do_not_depend_on_neighbours(dev):
     x = sample((33, 64), "bfloat16", 5)
     together = kv.quantize(dev, x, "fp8_e4m3fn").get()
