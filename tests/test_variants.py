@@ -87,10 +87,10 @@ def test_an_unknown_limit_is_not_taken_for_a_large_one(name):
 
 
 def test_a_work_group_limit_that_is_no_power_of_two_gives_one_that_is():
-    assert REPORTS["mali-g52-partial"]["max_work_group_size"] == 384
-    assert select(KV, DEVICES["mali-g52-partial"], USUAL).wg == 128
-    small = replace(DEVICES["mali-g52-partial"], reported={**REPORTS["mali-g52-partial"], "max_work_group_size": 96})
-    assert select(KV, small, USUAL).wg == 64
+    mali = REPORTS["mali-g52-partial"]
+    assert mali["max_work_group_size"] == 384
+    for limit, wg in ((384, 128), (96, 64), (63, 32)):
+        assert select(KV, Capabilities.from_report({**mali, "max_work_group_size": limit}), USUAL).wg == wg
 
 
 def test_the_smallest_of_the_limits_counts():
@@ -245,22 +245,31 @@ def test_global_size_serves_all_blocks_and_no_more_groups_than_needed(blocks, wg
 
 @st.composite
 def tensors(draw):
-    """Blocks as `kv.quantize` makes them: of int4 the groups are even, but the last of an odd row."""
+    """Blocks as `pyclquant.kv` makes them: of int4 the groups are even, but the last of an odd row."""
     pack = draw(st.sampled_from([1, 2]))
     dim = draw(st.integers(1, 600))
     whole_row = draw(st.booleans())
     block = dim if whole_row else min(dim, pack * draw(st.integers(1, 300)))
-    return Blocks(dim, block, draw(st.integers(1, 1 << 33)), draw(st.sampled_from([2, 4])), pack, draw(powers))
+    itemsize = draw(st.sampled_from([2, 4]))
+    return Blocks(dim, block, draw(st.integers(1, 1 << 33)), itemsize, pack, draw(powers), draw(st.booleans()))
 
 
 @given(st.sampled_from(sorted(DEVICES)), st.sampled_from(KV), tensors())
 def test_every_plan_keeps_what_the_kernels_ask_of_their_macros(name, row, blocks):
-    """The rules of the headers of cl/common.h and cl/kv_quantize.cl, for every device and shape."""
+    """For every device and shape, and for every smaller work-group that a built kernel may ask for."""
     caps = DEVICES[name]
     if cannot(row, caps, blocks):
         return
     plan = row.plan(caps, blocks)
     assert plan.variant == row.name
+    check_plan(plan, caps, blocks)
+    while plan.wg > 1:
+        plan = plan.halved()
+        check_plan(plan, caps, blocks)
+
+
+def check_plan(plan, caps, blocks):
+    """The rules of the headers of cl/common.h and cl/kv_quantize.cl."""
     assert plan.vec in (1, 2, 4, 8, 16)
     assert plan.wg % plan.lanes == 0
     assert plan.wg <= caps.max_work_group_size
@@ -274,4 +283,7 @@ def test_every_plan_keeps_what_the_kernels_ask_of_their_macros(name, row, blocks
     if plan.macros.get("SHUFFLE"):
         assert plan.lanes & (plan.lanes - 1) == 0
         assert plan.lanes <= (plan.macros.get("SUBGROUP_SIZE") or 32)
+    chunks = plan.macros.get("CHUNKS")
+    if chunks:
+        assert blocks.dim == blocks.block == plan.lanes * plan.vec * chunks
     assert plan.defines() == {"VEC": plan.vec, "LANES": plan.lanes, "WG": plan.wg, **plan.macros}
