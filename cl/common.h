@@ -181,18 +181,18 @@ static vushort float_to_bfloat16(vfloat v)
 #if ALIGNED
 /* Aligned vectors are moved as 32-bit words: NVIDIA's compiler takes vectors of shorts in pieces. */
 #if X_TYPE == F32
-#define WORDS VEC
+#define VEC_WORDS VEC
 #elif VEC == 16
-#define WORDS 8
+#define VEC_WORDS 8
 #elif VEC == 8
-#define WORDS 4
+#define VEC_WORDS 4
 #elif VEC == 4
-#define WORDS 2
+#define VEC_WORDS 2
 #else
 #error "ALIGNED: vectors of at least 8 bytes are required"
 #endif
-typedef CAT(uint, WORDS) words_t;
-#define as_words(v) CAT(as_uint, WORDS)(v)
+typedef CAT(uint, VEC_WORDS) words_t;
+#define as_words(v) CAT(as_uint, VEC_WORDS)(v)
 #if X_TYPE == F32
 #define as_v_x(w) (w)
 #else
@@ -207,8 +207,8 @@ static vfloat widen(vx raw)
     return as_v(float)(raw);
 #elif X_TYPE == BF16 && ALIGNED /* by words: one instruction an element on a GPU */
     vfloat v;
-    v.even = CAT(as_float, WORDS)(as_words(raw) << 16);
-    v.odd = CAT(as_float, WORDS)(as_words(raw) & 0xffff0000u);
+    v.even = CAT(as_float, VEC_WORDS)(as_words(raw) << 16);
+    v.odd = CAT(as_float, VEC_WORDS)(as_words(raw) & 0xffff0000u);
     return v;
 #elif X_TYPE == BF16
     return as_v(float)(convert_v(uint)(raw) << 16);

@@ -186,13 +186,13 @@ typedef struct {
 #if X_TYPE == BF16
 #define MAX_PAIR nv_max_bfloat16_pair
 #define MIN_PAIR nv_min_bfloat16_pair
-#define MAX_PAIRS CAT(nv_max_bfloat16_, WORDS)
-#define MIN_PAIRS CAT(nv_min_bfloat16_, WORDS)
+#define MAX_PAIRS CAT(nv_max_bfloat16_, VEC_WORDS)
+#define MIN_PAIRS CAT(nv_min_bfloat16_, VEC_WORDS)
 #else
 #define MAX_PAIR nv_max_half_pair
 #define MIN_PAIR nv_min_half_pair
-#define MAX_PAIRS CAT(nv_max_half_, WORDS)
-#define MIN_PAIRS CAT(nv_min_half_, WORDS)
+#define MAX_PAIRS CAT(nv_max_half_, VEC_WORDS)
+#define MIN_PAIRS CAT(nv_min_half_, VEC_WORDS)
 #endif
 static uint key(uint bits) { return bits ^ (bits & SIGN_BIT ? 0xffffu : SIGN_BIT); }
 
@@ -214,13 +214,13 @@ static TEAM_T lane_extremes(work_t w, uint lane)
     }
     uint h = hi.s0;
 #pragma unroll
-    for (uint k = 1; k < WORDS; k++)
+    for (uint k = 1; k < VEC_WORDS; k++)
         h = MAX_PAIR(h, ((const uint *)&hi)[k]);
     h = MAX_PAIR(h, h >> 16) & 0xffffu;
 #if ASYMMETRIC
     uint l = lo.s0;
 #pragma unroll
-    for (uint k = 1; k < WORDS; k++)
+    for (uint k = 1; k < VEC_WORDS; k++)
         l = MIN_PAIR(l, ((const uint *)&lo)[k]);
     l = MIN_PAIR(l, l >> 16) & 0xffffu;
     return (uint2)(key(h), ~key(l) & 0xffffu);
