@@ -1,6 +1,6 @@
 /* common.h - vectors, loads and stores, exact division.  OpenCL C 1.2.
 
-Every kernel file of this folder includes it first.  It defines no kernel.
+Every kernel file but bench.cl includes it first.  It defines no kernel.
 
 A TEAM is LANES consecutive work-items of one work-group that serve one block of
 elements together; each takes VEC consecutive elements at a time.  All variants

@@ -27,7 +27,7 @@ class Verdict:
 
     def json(self) -> dict[str, Any]:
         """The JSON form; value and options only where there are any."""
-        return {k: v for k, v in asdict(self).items() if v not in (None, "")}
+        return {k: v for k, v in asdict(self).items() if k == "reason" or v not in (None, "")}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class Capabilities:
 
         nvidia = "NVIDIA" in str(reported.get("vendor"))
         wave = reported.get("warp_or_wavefront") or reported.get("preferred_work_group_size_multiple")
-        lanes = min(32, int(wave)) if wave else 16
+        sized = "cl_intel_required_subgroup_size" in extensions
+        lanes = 16 if sized or not wave else min(32, int(wave))  # of a width that the compiler may choose, the probe asks for 16
         works = {f"vector{n}": expect(True, "not probed: expected of every OpenCL 1.2 device") for n in (2, 4, 8, 16)}
         works["base"] = expect(True, "not probed: expected of every OpenCL 1.2 device")
         works["index64"] = expect(extra.get("address_bits") in (64, None), f"address bits: {extra.get('address_bits')}")
@@ -114,8 +115,9 @@ class Capabilities:
         )
         works["divide_fma"] = expect("FMA" in fp_config, f"single_fp_config {'has' if 'FMA' in fp_config else 'lacks'} FMA")
         works["half_convert"] = listed("cl_khr_fp16")
+        works["subgroup_size"] = listed("cl_intel_required_subgroup_size", 16)
         works["shuffle_khr"] = listed("cl_khr_subgroup_shuffle", lanes)
-        works["shuffle_intel"] = listed("cl_intel_subgroups", 8)
+        works["shuffle_intel"] = listed("cl_intel_subgroups", 16 if sized else 8)
         works["shuffle_nv"] = expect(nvidia, f"vendor {reported.get('vendor')}", 32)
         works["nv_convert"] = expect(False, "not probed: needs an NVIDIA device of sm_89 or later")
         return Capabilities(reported, works)

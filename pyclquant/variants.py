@@ -104,14 +104,21 @@ def division(caps: Capabilities) -> tuple[Macros, tuple[str, ...]]:
 
 
 def shuffle(caps: Capabilities) -> tuple[Macros, int, str] | None:
-    """Macros, lanes and build options of the lane shuffle that works, NVIDIA's first; None without one."""
+    """Macros, lanes and build options of the lane shuffle that works, NVIDIA's first; None without one.
+
+    Where a kernel cannot ask for its sub-group size, the compiler may choose a narrower one than the probe
+    saw: no team is wider than 8 lanes there.
+    """
     for number, feature in ((3, "shuffle_nv"), (1, "shuffle_khr"), (2, "shuffle_intel")):
         if caps.ok(feature):
             verdict = caps.works[feature]
             macros: Macros = {"SHUFFLE": number}
+            lanes = int(verdict.value or 1)
             if caps.ok("subgroup_size"):
                 macros["SUBGROUP_SIZE"] = int(caps.works["subgroup_size"].value or 0)
-            return macros, int(verdict.value or 1), verdict.options
+            elif feature != "shuffle_nv":
+                lanes = min(lanes, 8)
+            return macros, lanes, verdict.options
     return None
 
 
@@ -128,10 +135,8 @@ def vendor_macros(caps: Capabilities) -> Macros:
 def plan_base(caps: Capabilities, blocks: Blocks) -> Plan:
     """One element a work-item (int4: one byte); a work-group reduces in local memory."""
     vec = blocks.codes_per_byte
-    wg = min(64, caps.max_work_group_size)
+    wg = min(64, 1 << (caps.max_work_group_size.bit_length() - 1))
     lanes = min(wg, power_of_two(-(-blocks.block // vec)))
-    while wg % lanes:
-        lanes //= 2
     divide, options = division(caps)
     return Plan("base", vec, lanes, wg, 1, {"ALIGNED": 0, **divide}, options)
 
@@ -141,15 +146,18 @@ def gpu_vec(blocks: Blocks) -> int:
     return blocks.vec(16 // blocks.itemsize, blocks.align)
 
 
-def held_vectors(blocks: Blocks) -> tuple[int, bool]:
+def held_vectors(caps: Capabilities, blocks: Blocks) -> tuple[int, bool]:
     """How many vectors of a block a lane of a GPU takes, and whether it may hold them all at once.
 
     Each is a load in flight, and the work of finding a scale is shared by as many times more elements.
     Measured on an H200, [1048576, 128] bfloat16, of the copy floor, with 1, 2, 4 vectors a lane:
     quantize fp8 0.67, 0.87, 0.96, int8 0.67, 0.90, 0.97; dequantize fp8 0.93, 0.94, 0.53. Dequantize int4
     (group 64) reaches 0.89 as a loop over 2 vectors; held, its narrow loads reach 0.67.
+    An Intel GPU has 64 registers a lane in sub-groups of 16: with 4 vectors of 8 its compiler spills.
     """
-    return (2, blocks.codes_per_byte == 1) if blocks.restore else (4, True)
+    if blocks.restore:
+        return 2, blocks.codes_per_byte == 1
+    return (2 if caps.ok("subgroup_size") else 4), True
 
 
 def plan_vector(caps: Capabilities, blocks: Blocks, shuffled: bool = False) -> Plan:
@@ -166,7 +174,7 @@ def plan_vector(caps: Capabilities, blocks: Blocks, shuffled: bool = False) -> P
         most_lanes = min(wg, found[1])
         options += tuple(found[2].split())
     vectors = -(-blocks.block // vec)
-    share, held = held_vectors(blocks)
+    share, held = held_vectors(caps, blocks)
     lanes = min(most_lanes, power_of_two(-(-vectors // share)))
     chunks, rest = divmod(vectors, lanes)
     macros["CHUNKS"] = chunks if held and blocks.whole and rest == 0 and chunks <= share else 0

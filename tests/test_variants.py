@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyclquant.capabilities import Capabilities, Verdict
@@ -184,7 +184,7 @@ def test_shuffle_takes_the_first_that_works_with_its_lanes_and_options():
     nv, khr = Verdict(True, "", value=32), Verdict(True, "", value=16, options="-cl-std=CL3.0")
     assert shuffle(caps_with()) is None
     assert shuffle(caps_with(shuffle_nv=nv, shuffle_khr=khr)) == ({"SHUFFLE": 3}, 32, "")
-    assert shuffle(caps_with(shuffle_nv=False, shuffle_khr=khr)) == ({"SHUFFLE": 1}, 16, "-cl-std=CL3.0")
+    assert shuffle(caps_with(shuffle_nv=False, shuffle_khr=khr)) == ({"SHUFFLE": 1}, 8, "-cl-std=CL3.0")
     sized = caps_with(shuffle_intel=Verdict(True, "", value=16), subgroup_size=Verdict(True, "", value=16))
     assert shuffle(sized) == ({"SHUFFLE": 2, "SUBGROUP_SIZE": 16}, 16, "")
 
@@ -247,17 +247,20 @@ def test_global_size_serves_all_blocks_and_no_more_groups_than_needed(blocks, wg
 def tensors(draw):
     """Blocks as `pyclquant.kv` makes them: of int4 the groups are even, but the last of an odd row."""
     pack = draw(st.sampled_from([1, 2]))
-    dim = draw(st.integers(1, 600))
+    dim = draw(st.one_of(st.integers(1, 600), st.sampled_from([64, 80, 96, 128, 192, 256, 576, 4096, 8192])))
     whole_row = draw(st.booleans())
     block = dim if whole_row else min(dim, pack * draw(st.integers(1, 300)))
     itemsize = draw(st.sampled_from([2, 4]))
     return Blocks(dim, block, draw(st.integers(1, 1 << 33)), itemsize, pack, draw(powers), draw(st.booleans()))
 
 
-@given(st.sampled_from(sorted(DEVICES)), st.sampled_from(KV), tensors())
-def test_every_plan_keeps_what_the_kernels_ask_of_their_macros(name, row, blocks):
-    """For every device and shape, and for every smaller work-group that a built kernel may ask for."""
+@settings(max_examples=500)
+@given(st.sampled_from(sorted(DEVICES)), st.one_of(st.none(), st.integers(1, 300)), st.sampled_from(KV), tensors())
+def test_every_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit, row, blocks):
+    """For every device, work-group limit and shape, and every smaller work-group that a built kernel may ask for."""
     caps = DEVICES[name]
+    if limit is not None:
+        caps = replace(caps, reported={**caps.reported, "max_work_group_size": limit})
     if cannot(row, caps, blocks):
         return
     plan = row.plan(caps, blocks)
