@@ -194,9 +194,9 @@ static vushort float_to_bfloat16(vfloat v)
 typedef CAT(uint, VEC_WORDS) words_t;
 #define as_words(v) CAT(as_uint, VEC_WORDS)(v)
 #if X_TYPE == F32
-#define as_v_x(w) (w)
+#define from_words(w) (w)
 #else
-#define as_v_x(w) as_v(ushort)(w)
+#define from_words(w) as_v(ushort)(w)
 #endif
 #endif
 
@@ -225,7 +225,7 @@ typedef struct __attribute__((packed)) { vx v; } packed_x_t;
 static vx load_x(__global const x_t *p, uint left)
 {
 #if ALIGNED
-    return as_v_x(*(__global const words_t *)p);
+    return from_words(*(__global const words_t *)p);
 #elif VEC == 2
     return (vx)(p[0], p[left > 1]);
 #else

@@ -18,7 +18,8 @@
 
 3. Launch
    local size WG, global size WG * ceil(ceil(blocks / blocks_per_team) / (WG / LANES)).
-   blocks = rows * blocks_per_row.  Local memory: WG uints (INT4: uint2), nothing when LANES is 1 or SHUFFLE is set.
+   blocks = rows * blocks_per_row; blocks_per_team, from 1, is how many a team takes one after the other.
+   kv_quantize_amax and kv_quantize are launched alike.  Local memory: WG uints (INT4: uint2), nothing when LANES is 1 or SHUFFLE is set.
 
 4. Macros
    FORMAT  FP8_E4M3FN | FP8_E5M2 | INT8 | INT4

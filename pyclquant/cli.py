@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 import pyclquant
 from pyclquant import bench, evaluate, files, icd, kv, plot, selftest, tables, variants
+from pyclquant.arrays import on_host
 from pyclquant.capabilities import Capabilities
 from pyclquant.device import ENVIRONMENT, Device, Discovery, Found, candidates, capabilities, discover, preference, verdict_key
 from pyclquant.errors import PyclquantError
@@ -286,7 +287,7 @@ def kv_command(
             for row, q in evaluate.evaluate(dev, name, x, formats, granularity, size):
                 rows.append(row)
                 if output is not None:
-                    quantized[name] = files.on_host_quantized(q)
+                    quantized[name] = q.get()
     if output is not None:
         files.save_quantized(output, quantized, {row.name: row.dtype for row in rows}, tensors.metadata)
     if plot_file is not None:
@@ -344,7 +345,7 @@ def restore(
     with steps(as_json, len(stored.tensors)) as step:
         for name, q in stored.tensors.items():
             step(name)
-            back[name] = files.on_host(kv.dequantize(dev, q, dtype or stored.dtypes[name]))
+            back[name] = on_host(kv.dequantize(dev, q, dtype or stored.dtypes[name]))
     files.save_tensors(output, back, stored.metadata)
     if as_json:
         rows = [{"name": name, "shape": a.shape, "dtype": a.dtype.name} for name, a in back.items()]

@@ -11,9 +11,9 @@ import numpy as np
 import pyopencl.array as cla
 
 from pyclquant import kv
+from pyclquant.arrays import on_host
 from pyclquant.bench import block_options, quantize_event
 from pyclquant.device import Device
-from pyclquant.files import on_host
 from pyclquant.floor import seconds_of
 from pyclquant.formats import FORMATS
 

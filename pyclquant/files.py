@@ -18,17 +18,17 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
-import pyopencl.array as cla
 import safetensors
 import safetensors.numpy
 
+from pyclquant.arrays import on_host
 from pyclquant.errors import FileError, PyclquantError
 from pyclquant.formats import FLOAT_DTYPES, SCALE_DTYPES, Layout, get_format
 from pyclquant.kv import Quantized
@@ -298,11 +298,6 @@ def one_quantized(where: str, name: str, row: object, stored: Mapping[str, Entry
 # ---- writing ----
 
 
-def on_host(a: Array | cla.Array) -> Array:
-    """`a` as a NumPy array; pyopencl cannot allocate an empty one of bfloat16 or FP8 by itself."""
-    return a if isinstance(a, np.ndarray) else a.get(ary=np.empty(a.shape, a.dtype))
-
-
 def check_output(path: AnyPath, suffixes: tuple[str, ...] = (".safetensors",)) -> Path:
     """The place that `path` means, links followed. Raises FileError when a file cannot be written there.
 
@@ -339,11 +334,6 @@ def replacing(path: AnyPath, suffixes: tuple[str, ...] = (".safetensors",)) -> I
         raise FileError(f"{path}: expected to write a file, got: {reason}") from error
     finally:
         beside.unlink(missing_ok=True)
-
-
-def on_host_quantized(q: Quantized) -> Quantized:
-    """`q` with NumPy arrays."""
-    return replace(q, codes=on_host(q.codes), scales=on_host(q.scales), mins=None if q.mins is None else on_host(q.mins))
 
 
 def save_tensors(path: AnyPath, tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> None:
