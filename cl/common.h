@@ -18,6 +18,7 @@ Macros (all have defaults but WG and X_TYPE)
     DIVIDE   DIVIDE_NATIVE: `/` is correctly rounded on this device
              DIVIDE_FMA: fma() is correctly rounded for normal operands
              DIVIDE_INT: neither; long division in integers, right everywhere
+    FMA      1: multiply_add() is fma(), one rounding; 0: a product and a sum, where fma() is wrong or slow
     HALF     1: the type `half` converts to and from float correctly; 0: integers do it
     SHUFFLE  0: teams reduce in local memory; else see vendor.h
     SUBGROUP_SIZE  n: ask for this sub-group size (cl_intel_required_subgroup_size)
@@ -49,6 +50,9 @@ Needs: OpenCL C 1.2.
 #endif
 #ifndef DIVIDE
 #define DIVIDE DIVIDE_INT
+#endif
+#ifndef FMA
+#define FMA 0
 #endif
 #ifndef HALF
 #define HALF 0
@@ -254,7 +258,54 @@ static void store_x(__global x_t *p, vfloat v, uint left)
 #endif
 }
 
+#if FMA
+#define multiply_add(a, b, c) fma(a, b, c)
+#else
+#define multiply_add(a, b, c) ((a) * (b) + (c))
+#endif
+
 /* ---- correctly rounded division ---- */
+
+#if DIVIDE == DIVIDE_INT
+/* a / b to nearest even for b > 0, by long division of the mantissas; limits as of divide(). */
+static vfloat divide_long(vfloat a, vuint b)
+{
+    const vuint bits = as_v(uint)(a);
+    const vuint magnitude = bits & 0x7fffffffu;
+    const vuint mb = (b & 0x7fffffu) | 0x800000u;
+    vuint rest = (bits & 0x7fffffu) | 0x800000u;
+    vint e = as_v(int)(magnitude >> 23) - as_v(int)(b >> 23) + 126;
+    e = rest < mb ? e - 1 : e;
+    rest = rest < mb ? rest << 1 : rest;
+    vuint q = (vuint)(0u); /* 24 bits and a guard bit, one a round */
+    for (int i = 0; i < 25; i++) {
+        q = (q << 1) | (rest >= mb ? (vuint)(1u) : (vuint)(0u));
+        rest = (rest >= mb ? rest - mb : rest) << 1;
+    }
+    const vuint odd = (q >> 1) | (rest != 0u ? (vuint)(1u) : (vuint)(0u));
+    vuint r = as_v(uint)(e << 23) + (q >> 1) + (q & odd & 1u);
+    r = e < 1 ? (vuint)(0u) : r;
+    r = e > 252 ? (vuint)(0x7f800000u) : r;
+    r = magnitude < 0x800000u ? (vuint)(0u) : r;
+    r = magnitude >= 0x7f800000u ? magnitude : r;
+    return as_v(float)(r | (bits & 0x80000000u));
+}
+#endif
+
+/* 1 / v to nearest even for 1 <= v <= 2^126. */
+static vfloat reciprocal(vfloat v)
+{
+#if DIVIDE == DIVIDE_NATIVE
+    return 1.0f / v;
+#elif DIVIDE == DIVIDE_FMA
+    /* Two Newton steps from the driver's 2.5 ulp; the last one rounds correctly (Markstein 1990). */
+    vfloat y = 1.0f / v;
+    y = fma(fma(-v, y, (vfloat)(1.0f)), y, y);
+    return fma(fma(-v, y, (vfloat)(1.0f)), y, y);
+#else
+    return divide_long((vfloat)(1.0f), as_v(uint)(v));
+#endif
+}
 
 /* A divisor with all that can be computed before the elements are known. */
 typedef struct {
@@ -280,10 +331,7 @@ static divisor_t divisor(float value)
     d.power = as_float(0x7f000000u - (as_uint(value) & 0x7f800000u));
     d.mantissa = value * d.power;
 #if DIVIDE == DIVIDE_FMA
-    /* Two Newton steps from the driver's 2.5 ulp; the last one rounds correctly (Markstein 1990). */
-    float y = 1.0f / d.mantissa;
-    y = fma(fma(-d.mantissa, y, 1.0f), y, y);
-    d.reciprocal = fma(fma(-d.mantissa, y, 1.0f), y, y);
+    d.reciprocal = first(reciprocal((vfloat)(d.mantissa)));
 #else
     d.reciprocal = 0.0f;
 #endif
@@ -311,25 +359,7 @@ static vfloat divide(vfloat a, divisor_t d, const bool plain)
         return q2;
     return fabs(q0) < 0x1p100f ? q2 : q0; /* Inf * 0 in a residual would make NaN of Inf */
 #else
-    const vuint bits = as_v(uint)(a);
-    const vuint magnitude = bits & 0x7fffffffu;
-    const vuint mb = (vuint)((as_uint(d.value) & 0x7fffffu) | 0x800000u);
-    vuint rest = (bits & 0x7fffffu) | 0x800000u;
-    vint e = as_v(int)(magnitude >> 23) - (int)(as_uint(d.value) >> 23) + 126;
-    e = rest < mb ? e - 1 : e;
-    rest = rest < mb ? rest << 1 : rest;
-    vuint q = (vuint)(0u); /* 24 bits and a guard bit, one a round */
-    for (int i = 0; i < 25; i++) {
-        q = (q << 1) | (rest >= mb ? (vuint)(1u) : (vuint)(0u));
-        rest = (rest >= mb ? rest - mb : rest) << 1;
-    }
-    const vuint odd = (q >> 1) | (rest != 0u ? (vuint)(1u) : (vuint)(0u));
-    vuint r = as_v(uint)(e << 23) + (q >> 1) + (q & odd & 1u);
-    r = e < 1 ? (vuint)(0u) : r;
-    r = e > 252 ? (vuint)(0x7f800000u) : r;
-    r = magnitude < 0x800000u ? (vuint)(0u) : r;
-    r = magnitude >= 0x7f800000u ? magnitude : r;
-    return as_v(float)(r | (bits & 0x80000000u));
+    return divide_long(a, (vuint)(as_uint(d.value)));
 #endif
 }
 

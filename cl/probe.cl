@@ -11,12 +11,12 @@
    Global size = number of elements, local size WG.
 
 4. Macros (one of)
-   PROBE_BASE PROBE_VECTOR PROBE_FMA PROBE_DENORMALS PROBE_DIVIDE PROBE_HALF_LOAD PROBE_HALF_STORE
+   PROBE_BASE PROBE_VECTOR PROBE_FMA PROBE_FMA_SPEED PROBE_DENORMALS PROBE_DIVIDE PROBE_HALF_LOAD PROBE_HALF_STORE
    PROBE_HALF_CONVERT PROBE_HALF_ARITHMETIC PROBE_SUBGROUP PROBE_SHUFFLE PROBE_DOT PROBE_NV_CONVERT
    PROBE_NV_MMA PROBE_LOCAL PROBE_INDEX64
    DOT    PROBE_DOT: 1 cl_khr_integer_dot_product | 2 NVIDIA PTX | 3 AMD builtin | 4 cl_arm_integer_dot_product
    WORDS  PROBE_LOCAL: 32-bit words of local memory
-   X_TYPE WG VEC LANES DIVIDE SHUFFLE SUBGROUP_SIZE CONVERT_NV  see common.h, vendor.h
+   X_TYPE WG VEC LANES FMA DIVIDE SHUFFLE SUBGROUP_SIZE CONVERT_NV MMA_NV  see common.h, vendor.h
 
 5. Needs
    OpenCL C 1.2, and what the kernel is there to find out.
@@ -70,6 +70,27 @@ void probe_fma(__global const float *x, __global const float *w, __global const 
 {
     const size_t i = get_global_id(0);
     y[i] = fma(x[i], w[i], z[i]);
+}
+#endif
+
+#ifdef PROBE_FMA_SPEED
+/* y = a long chain of multiply_add() on each of several vectors of VEC elements, to be timed; y[i] = x[i] after it. */
+#define CHAINS 8
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+void probe_fma_speed(__global const float *x, __global float *y, uint rounds)
+{
+    const size_t i = get_global_id(0) * CHAINS * VEC;
+    vfloat v[CHAINS];
+#pragma unroll
+    for (uint c = 0; c < CHAINS; c++)
+        v[c] = as_v(float)(((__global const packed_x_t *)(x + i + c * VEC))->v);
+    for (uint r = 0; r < rounds; r++)
+#pragma unroll
+        for (uint c = 0; c < CHAINS; c++)
+            v[c] = multiply_add(v[c], (vfloat)(0.5f), (vfloat)(1.0f)); /* goes to 2, and stays there */
+#pragma unroll
+    for (uint c = 0; c < CHAINS; c++)
+        ((__global packed_x_t *)(y + i + c * VEC))->v = as_v(uint)(v[c]);
 }
 #endif
 
@@ -218,14 +239,11 @@ void probe_nv_mma(__global const uint *a, __global const uint *b, __global float
     const uint a0 = a[row * 8 + word], a1 = a[(row + 8) * 8 + word];
     const uint a2 = a[row * 8 + word + 4], a3 = a[(row + 8) * 8 + word + 4];
     const uint b0 = b[row * 8 + word], b1 = b[row * 8 + word + 4];
-    float c0 = 0.0f, c1 = 0.0f, c2 = 0.0f, c3 = 0.0f;
-    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    y[row * 8 + word * 2] = c0;
-    y[row * 8 + word * 2 + 1] = c1;
-    y[(row + 8) * 8 + word * 2] = c2;
-    y[(row + 8) * 8 + word * 2 + 1] = c3;
+    const float4 c = nv_mma_e4m3((uint4)(a0, a1, a2, a3), (uint2)(b0, b1), (float4)(0.0f));
+    y[row * 8 + word * 2] = c.x;
+    y[row * 8 + word * 2 + 1] = c.y;
+    y[(row + 8) * 8 + word * 2] = c.z;
+    y[(row + 8) * 8 + word * 2 + 1] = c.w;
 }
 #endif
 

@@ -10,9 +10,15 @@ Macros
                 nv_float_to_{e4m3,e5m2,bfloat16,half}_N, to nearest even, NaN to NaN; FP8 saturates
                 nv_{e4m3,e5m2,half}_to_float_N, exact
                 nv_{max,min}_{bfloat16,half}_N for N = 2, 4, 8 words of two elements; NaN wins
+    MMA_NV      1: NVIDIA PTX matrix multiply of FP8 (sm_89 and later):
+                nv_mma_e4m3(w, x, sum), a warp's W [16, 32] times X^T [32, 8] added to sum [16, 8]
+                nv_load_once(p): 16 aligned bytes that no other work-item reads
 */
 #ifndef CONVERT_NV
 #define CONVERT_NV 0
+#endif
+#ifndef MMA_NV
+#define MMA_NV 0
 #endif
 
 #if SHUFFLE == 1
@@ -142,4 +148,24 @@ NV_WIDEN(nv_float_to_half, float, ushort)
 NV_WIDEN(nv_half_to_float, ushort, float)
 NV_WIDEN(nv_e4m3_to_float, uchar, float)
 NV_WIDEN(nv_e5m2_to_float, uchar, float)
+#endif
+
+#if MMA_NV
+/* Lane l holds of W rows l / 4 and l / 4 + 8, columns 4 (l % 4)..+3 (w.x, w.y) and 16 more (w.z, w.w); of X row l / 4,
+   the same columns (x.x, x.y); of the sum rows l / 4 (x, y) and l / 4 + 8 (z, w), columns 2 (l % 4) and one more.
+   Not volatile: the compiler may move loads across it. */
+static float4 nv_mma_e4m3(uint4 w, uint2 x, float4 sum)
+{
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum.x), "+f"(sum.y), "+f"(sum.z), "+f"(sum.w)
+        : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x.x), "r"(x.y));
+    return sum;
+}
+
+static uint4 nv_load_once(__global const uchar *p)
+{
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
 #endif

@@ -39,6 +39,34 @@ def check_device_array(dev: Device, a: object, name: str) -> cla.Array:
     return array
 
 
+def check_matrix(dev: Device, a: object, name: str, pitch: int = 1) -> AnyArray:
+    """`a` as a matrix [M, K] whose rows are contiguous but may lie apart: NumPy or pyopencl, native byte order, this context.
+
+    pitch: on the device, offset and row pitch must be multiples of so many elements. A row pitch below K is refused, as are
+    negative ones. Raises DTypeError, ShapeError or ContextError.
+    """
+    if not isinstance(a, np.ndarray | cla.Array) or a.ndim != 2:
+        if isinstance(a, np.ndarray | cla.Array):
+            raise ShapeError(f"{name}: expected a matrix [M, K], got shape {tuple(a.shape)}")
+        raise DTypeError(f"{name}: expected a numpy.ndarray or a pyopencl.array.Array, got {type(a).__name__}")
+    if isinstance(a, np.ndarray) or a.size == 0:
+        check_array(dev, np.empty((0, 0), a.dtype), name)
+        return a
+    if a.context != dev.context:
+        raise ContextError(f"{name}: expected an array of this device's context ({dev.name}), got one of another context")
+    (rows, columns), itemsize = a.shape, a.dtype.itemsize
+    ld = a.strides[0] // itemsize if rows > 1 else columns
+    if a.strides[1] != itemsize and columns > 1:
+        raise ShapeError(f"{name}: expected contiguous rows, got shape {tuple(a.shape)} with strides {a.strides}")
+    if ld < columns or (rows > 1 and a.strides[0] % itemsize):
+        raise ShapeError(f"{name}: expected a row pitch of at least {columns} elements, got strides {a.strides}")
+    if ld % pitch:
+        raise ShapeError(f"{name}: expected a row pitch that is a multiple of {pitch} elements, got {ld}")
+    if a.offset % (pitch * itemsize):
+        raise ShapeError(f"{name}: expected an offset that is a multiple of {pitch} elements, got {a.offset / itemsize:g}")
+    return a
+
+
 def expect(a: AnyArray, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raises ShapeError or DTypeError unless `a` has this shape and dtype."""
     if tuple(a.shape) != tuple(shape):

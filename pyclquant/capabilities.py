@@ -114,10 +114,14 @@ class Capabilities:
             options="-cl-fp32-correctly-rounded-divide-sqrt",
         )
         works["divide_fma"] = expect("FMA" in fp_config, f"single_fp_config {'has' if 'FMA' in fp_config else 'lacks'} FMA")
+        for bit, features in (("FMA", ("divide_fma", "fma", "fma_speed")), ("DENORM", ("denormals", "fma_denormals"))):
+            for feature in features:
+                works[feature] = expect(bit in fp_config, f"single_fp_config {'has' if bit in fp_config else 'lacks'} {bit}")
         works["half_convert"] = listed("cl_khr_fp16")
         works["subgroup_size"] = listed("cl_intel_required_subgroup_size", 16)
         works["shuffle_khr"] = listed("cl_khr_subgroup_shuffle", lanes)
         works["shuffle_intel"] = listed("cl_intel_subgroups", 16 if sized else 8)
         works["shuffle_nv"] = expect(nvidia, f"vendor {reported.get('vendor')}", 32)
-        works["nv_convert"] = expect(False, "not probed: needs an NVIDIA device of sm_89 or later")
+        for feature in ("nv_convert", "nv_mma"):
+            works[feature] = expect(False, "not probed: needs an NVIDIA device of sm_89 or later")
         return Capabilities(reported, works)

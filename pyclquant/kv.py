@@ -37,6 +37,7 @@ from pyclquant.formats import (
     get_format,
     resolve_granularity,
 )
+from pyclquant.program import Launch
 from pyclquant.variants import KV, Blocks, Macros, Plan, select
 
 Events = Sequence[cl.Event] | None
@@ -144,11 +145,10 @@ def quantize(
         amax = [cl.Buffer(dev.context, cl.mem_flags.READ_WRITE, 4)]
         events = [cl.enqueue_fill_buffer(dev.queue, amax[0], np.uint32(0), 0, 4, wait_for=events)]
         arguments = [*kernel_arguments(source), *amax, *view.counts(plan)]
-        events = [
-            dev.programs.launch(dev.queue, "kv_quantize.cl", "kv_quantize_amax", plan, macros, arguments, view.blocks, events)
-        ]
+        launch = Launch("kv_quantize.cl", "kv_quantize_amax", plan, macros, arguments, view.blocks)
+        events = [dev.programs.launch(dev.queue, launch, events)]
     arguments = [*kernel_arguments(source, *written), *amax, *view.counts(plan), np.float32(eps)]
-    event = dev.programs.launch(dev.queue, "kv_quantize.cl", "kv_quantize", plan, macros, arguments, view.blocks, events)
+    event = dev.programs.launch(dev.queue, Launch("kv_quantize.cl", "kv_quantize", plan, macros, arguments, view.blocks), events)
     for array in written:
         array.add_event(event)
     return result
@@ -191,7 +191,8 @@ def dequantize(
     macros = view.macros(dtype_name, scale_name)
     events = [*(wait_for or ()), *(e for a in (y, *read) for e in a.events)]
     arguments = [*kernel_arguments(y, *read), *view.counts(plan)]
-    y.add_event(dev.programs.launch(dev.queue, "kv_dequantize.cl", "kv_dequantize", plan, macros, arguments, view.blocks, events))
+    launch = Launch("kv_dequantize.cl", "kv_dequantize", plan, macros, arguments, view.blocks)
+    y.add_event(dev.programs.launch(dev.queue, launch, events))
     return y
 
 

@@ -12,8 +12,10 @@ import queue as queues
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -51,8 +53,13 @@ class Bench:
         macros: dict[str, str | int] | None = None,
         options: tuple[str, ...] = (),
         items: int | None = None,
+        more: Iterable[np.generic] = (),
+        seconds: list[float] | None = None,
     ) -> list[Array]:
-        """Build the kernel probe_<probe> and run it; outputs hold their initial values and come back new."""
+        """Build the kernel probe_<probe> and run it; outputs hold their initial values and come back new.
+
+        more: arguments behind the outputs.  seconds: gets the time of the kernel appended.
+        """
         defines: dict[str, str | int] = {"WG": 1, "X_TYPE": "F32", f"PROBE_{probe.upper()}": 1, **(macros or {})}
         program = build(self.context, self.device, "probe.cl", defines, options)
         kernel = cl.Kernel(program, f"probe_{probe}")
@@ -67,7 +74,12 @@ class Bench:
             arguments.append(target)
             back.append((target, np.empty_like(a)))
         count = items if items is not None else back[0][1].size
-        kernel(self.queue, (count,), (int(defines["WG"]),), *arguments)
+        self.queue.finish()
+        start = time.perf_counter()
+        kernel(self.queue, (count,), (int(defines["WG"]),), *arguments, *more)
+        if seconds is not None:
+            self.queue.finish()
+            seconds.append(time.perf_counter() - start)
         for buffer, host in back:
             cl.enqueue_copy(self.queue, host, buffer)
         self.queue.finish()
@@ -137,10 +149,37 @@ def fma_denormals(b: Bench) -> Verdict:
     return verdict(mismatch(y, (x.astype(np.float64) * w + z).astype(np.float32)), "exact for subnormal operands")
 
 
+def fma_speed(b: Bench) -> Verdict:
+    """Whether fma() takes little longer than a product and a sum: without hardware for it, a driver calls a function."""
+    width = max((n for n in (2, 4, 8, 16) if b.caps.ok(f"vector{n}")), default=1)
+    items = 2048
+    x = np.linspace(0, 4, items * 8 * width, dtype=np.float32)
+    best: dict[tuple[int, int], float] = {}
+    for fused, rounds in product((0, 1), (1, 2000)):
+        for _ in range(3):
+            seconds: list[float] = []
+            (y,) = b.run(
+                "fma_speed",
+                [x],
+                [np.zeros_like(x)],
+                {"VEC": width, "FMA": fused},
+                items=items,
+                more=[np.uint32(rounds)],
+                seconds=seconds,
+            )
+            best[fused, rounds] = min([*seconds, best.get((fused, rounds), float("inf"))])
+        if rounds > 1 and not (y == 2).all():
+            return Verdict(False, "x / 2 + 1 does not go to 2")
+    separate, fused_time = (max(best[f, 2000] - best[f, 1], 1e-9) for f in (0, 1))
+    percent = round(100 * fused_time / separate)
+    return Verdict(percent <= 130, f"fma takes {percent} % of the time of a product and a sum", value=percent)
+
+
 def denormals(b: Bench) -> Verdict:
-    """Whether a float32 product may be subnormal."""
+    """Whether a float32 product may be subnormal, and its factor."""
     x = np.ldexp(np.arange(1, 1025, dtype=np.float64) + (1 << 23), -149).astype(np.float32)
     w = np.full(1024, 0.25, np.float32)
+    x[::2], w[::2] = np.ldexp(np.arange(1, 513, dtype=np.float64), -149), 2.0**112
     (y,) = b.run("denormals", [x, w], [np.zeros_like(x)])
     return verdict(mismatch(y, x * w), "float32 subnormals are kept")
 
@@ -337,7 +376,8 @@ def nv_mma(b: Bench) -> Verdict:
     e4m3 = ml_dtypes.float8_e4m3fn
     rng = np.random.default_rng(12)
     a, w = (rng.integers(-8, 9, shape).astype(np.float32).astype(e4m3) for shape in ((16, 32), (8, 32)))
-    (y,) = b.run("nv_mma", [a.view(np.uint32), w.view(np.uint32)], [np.zeros((16, 8), np.float32)], {"WG": 32}, items=32)
+    macros: dict[str, str | int] = {"WG": 32, "MMA_NV": 1}
+    (y,) = b.run("nv_mma", [a.view(np.uint32), w.view(np.uint32)], [np.zeros((16, 8), np.float32)], macros, items=32)
     return verdict(mismatch(y, a.astype(np.float32) @ w.astype(np.float32).T))
 
 
@@ -398,6 +438,18 @@ def kv_known_answer(variant: str) -> Feature:
     return feature
 
 
+def w8a8_known_answer(op: str, variant: str) -> Feature:
+    """Whether a variant of the W8A8 quantizers equals the reference, or one of the GEMV is within its bounds."""
+
+    def feature(b: Bench) -> Verdict:
+        from pyclquant.selftest import projection_answers
+
+        success = "within its bounds, rows invariant" if op == "gemv" else "equals the reference byte for byte"
+        return verdict(projection_answers(b.queue, b.caps, op, variant), success)
+
+    return feature
+
+
 FEATURES: dict[str, Feature] = {
     "base": base,
     **{f"vector{n}": vector(n) for n in (2, 4, 8, 16)},
@@ -407,6 +459,7 @@ FEATURES: dict[str, Feature] = {
     "denormals": denormals,
     "fma": fma,
     "fma_denormals": fma_denormals,
+    "fma_speed": fma_speed,
     "divide": division("DIVIDE_NATIVE"),
     "divide_option": division("DIVIDE_NATIVE", "-cl-fp32-correctly-rounded-divide-sqrt"),
     "divide_fma": division("DIVIDE_FMA"),
@@ -426,6 +479,8 @@ FEATURES: dict[str, Feature] = {
     "nv_convert": nv_convert,
     "nv_mma": nv_mma,
     **{f"kv_{v}": kv_known_answer(v) for v in ("vector_shuffle", "vector", "row", "base")},
+    **{f"act_{v}": w8a8_known_answer("act_quant", v) for v in ("vector", "row", "base")},
+    **{f"gemv_{v}": w8a8_known_answer("gemv", v) for v in ("mma", "vector", "row", "base")},
 }
 """Every feature, in the order of probing: later ones may ask `Bench.caps` for earlier verdicts."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,32 @@ def build(
         ) from error
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A kernel over `blocks` blocks, ready to be built and enqueued. arguments: of the kernel, in order."""
+
+    file: str
+    name: str
+    plan: Plan
+    macros: Macros
+    arguments: Sequence[Any]
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A kernel object of one owner with its arguments set, which keeps what they refer to. Not for two threads at once."""
+
+    kernel: cl.Kernel
+    global_size: tuple[int]
+    local_size: tuple[int]
+    arguments: Sequence[Any]
+
+    def enqueue(self, queue: cl.CommandQueue, wait_for: Sequence[cl.Event] | None = None) -> cl.Event:
+        """Enqueue it again."""
+        return cl.enqueue_nd_range_kernel(queue, self.kernel, self.global_size, self.local_size, wait_for=wait_for)
+
+
 class Programs:
     """The kernels of one context and device. A kernel object holds its arguments, so whoever sets and
     enqueues one holds `lock` meanwhile.
@@ -85,24 +112,27 @@ class Programs:
                     self._kernels[file, kernel.function_name, tuple(sorted(macros.items())), options] = kernel
             return self._kernels[key]
 
-    def launch(
-        self,
-        queue: cl.CommandQueue,
-        file: str,
-        name: str,
-        plan: Plan,
-        macros: Macros,
-        arguments: Sequence[Any],
-        blocks: int,
-        wait_for: Sequence[cl.Event],
-    ) -> cl.Event:
-        """Enqueue a kernel over `blocks` blocks. The work-group shrinks until the built kernel takes it."""
+    def fitting(self, launch: Launch) -> tuple[cl.Kernel, Plan]:
+        """The built kernel of a launch, its work-group shrunk until the device takes it. Raises BuildError."""
+        plan = launch.plan
+        while True:
+            kernel = self.kernel(launch.file, launch.name, {**launch.macros, **plan.defines()}, plan.options)
+            limit = kernel.get_work_group_info(cl.kernel_work_group_info.WORK_GROUP_SIZE, self.device)
+            if plan.wg <= limit or plan.wg == 1:
+                return kernel, plan
+            plan = plan.halved()
+
+    def launch(self, queue: cl.CommandQueue, launch: Launch, wait_for: Sequence[cl.Event]) -> cl.Event:
+        """Build a launch if need be, and enqueue it."""
         with self.lock:
-            while True:
-                kernel = self.kernel(file, name, {**macros, **plan.defines()}, plan.options)
-                limit = kernel.get_work_group_info(cl.kernel_work_group_info.WORK_GROUP_SIZE, self.device)
-                if plan.wg <= limit or plan.wg == 1:
-                    break
-                plan = plan.halved()
-            kernel.set_args(*arguments)
-            return cl.enqueue_nd_range_kernel(queue, kernel, (plan.global_size(blocks),), (plan.wg,), wait_for=list(wait_for))
+            kernel, plan = self.fitting(launch)
+            kernel.set_args(*launch.arguments)
+            size = (plan.global_size(launch.blocks),)
+            return cl.enqueue_nd_range_kernel(queue, kernel, size, (plan.wg,), wait_for=list(wait_for))
+
+    def bind(self, launch: Launch) -> Bound:
+        """Build a launch if need be, and set its arguments on a kernel object of its own."""
+        shared, plan = self.fitting(launch)
+        kernel = cl.Kernel(shared.program, shared.function_name)
+        kernel.set_args(*launch.arguments)
+        return Bound(kernel, (plan.global_size(launch.blocks),), (plan.wg,), launch.arguments)

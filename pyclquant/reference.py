@@ -8,6 +8,7 @@ even. Source: OCP 8-bit Floating Point Specification 1.0; the kernels of the two
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -185,3 +186,98 @@ def float8_values(fmt: Format) -> Array:
     else:
         value = np.where(exponent == 31, np.where(mantissa == 0, np.inf, np.nan), value)
     return (sign * value).astype(F32)
+
+
+# ---- W8A8 ----
+
+E4M3 = get_format("fp8_e4m3fn")
+CHUNK = 128
+"""Columns that share a scale in the layout block_128."""
+
+
+def quantize_tiles(x: Array, tile_rows: int, tile_columns: int, eps: float = EPS) -> tuple[Array, Array]:
+    """e4m3fn codes [M, K] and float32 scales [ceil(M / tile_rows), K / tile_columns] of x [M, K], one scale a tile."""
+    rows, k = x.shape
+    tall, wide = -(-rows // tile_rows), k // tile_columns
+    padded = np.pad(widen(x), ((0, tall * tile_rows - rows), (0, 0)), constant_values=np.nan)  # NaN: no extreme
+    tiles = padded.reshape(tall, tile_rows, wide, tile_columns).swapaxes(1, 2)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+        scales, _ = block_parameters(tiles.reshape(tall, wide, -1), E4M3, eps=eps)
+        codes = encode(tiles / scales[..., None, None], E4M3)
+    return codes.swapaxes(1, 2).reshape(tall * tile_rows, k)[:rows], scales
+
+
+def act_quant(x: Array, scale_layout: str, eps: float = EPS) -> tuple[Array, Array]:
+    """Activations x [M, K] to codes [M, K] and scales: per_row [M], block_128 [M, K / 128]."""
+    codes, scales = quantize_tiles(x, 1, x.shape[1] if scale_layout == "per_row" else CHUNK, eps)
+    return codes, scales[:, 0] if scale_layout == "per_row" else scales
+
+
+def quantize_weight(w: Array, scale_layout: str, eps: float = EPS) -> tuple[Array, Array]:
+    """Weights w [N, K] to codes [N, K] and scales: per_row [N], block_128 [ceil(N / 128), K / 128]."""
+    if scale_layout == "per_row":
+        return act_quant(w, scale_layout, eps)
+    return quantize_tiles(w, CHUNK, CHUNK, eps)
+
+
+def flush(v: Array) -> Array:
+    """Float32 v with subnormals as zeros of their sign."""
+    return widen(np.asarray(v, F32))
+
+
+def exponential(x: Array) -> Array:
+    """exp(x) for float32 -30 <= x <= 88, within 1 ulp, every step rounded to float32."""
+    n = (x * F32(1.4426950216293335) + F32(12582912)) - F32(12582912)
+    r = (x - n * F32(0.693115234375)) - n * F32(float.fromhex("0x1.0bfbe8p-15"))
+    y = r * (F32(1) / F32(5040)) + F32(1) / F32(720)
+    for c in (F32(1) / F32(120), F32(1) / F32(24), F32(1) / F32(6), F32(0.5)):
+        y = y * r + c
+    y = y * (r * r) + r
+    bits = (y + F32(1)).view(np.int32) + (n.astype(np.int32) << 23)
+    return np.asarray(bits.view(F32))
+
+
+def sigmoid(g: Array) -> Array:
+    """1 / (1 + exp(-g)) of float32 g, 0 where that is subnormal; a NaN gives 1, which a product with g mends."""
+    x = np.where(-g > F32(-30), -g, F32(-30))
+    e = exponential(np.where(x < F32(88), x, F32(88)))
+    return np.asarray(np.where(e < F32(2.0**126), F32(1) / (F32(1) + e), F32(0)))
+
+
+def silu_mul(gate: Array, up: Array) -> Array:
+    """(g * sigmoid(g)) * u [M, K] as bfloat16, every step in float32, subnormals as zeros."""
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        g, u = widen(gate), widen(up)
+        return flush(flush(g * sigmoid(g)) * u).astype(FLOAT_DTYPES["bfloat16"])
+
+
+def act_quant_silu(gate: Array, up: Array, scale_layout: str, eps: float = EPS) -> tuple[Array, Array]:
+    """`act_quant` of `silu_mul(gate, up)`."""
+    return act_quant(silu_mul(gate, up), scale_layout, eps)
+
+
+def gemv(codes: Array, scales: Array, segments: Sequence[tuple[Array, Array]], scale_layout: str) -> tuple[Array, Array]:
+    """C [M, N] of activations and stacked weights exactly, in float64, and the sum of the magnitudes of its terms [M, N].
+
+    codes [M, K], scales: as `act_quant` returns them.  segments: codes [n, K] and scales of each, as of `quantize_weight`.
+    A code is a multiple of 2^-9 below 2^9, so that the sum S of K <= 2^17 products is exact in float64 in any order.  Only the
+    product of the two scales is rounded, to float32: the kernels form it first.
+    """
+    a = codes.astype(np.float64)
+    columns, magnitudes = [], []
+    for w_codes, w_scales in segments:
+        w = w_codes.astype(np.float64)
+        if scale_layout == "per_row":
+            factor = (w_scales[None, :] * scales[:, None]).astype(np.float64)
+            columns.append((a @ w.T) * factor)
+            magnitudes.append((np.abs(a) @ np.abs(w.T)) * factor)
+            continue
+        exact, magnitude = (np.zeros((len(a), len(w))) for _ in range(2))
+        for c in range(a.shape[1] // CHUNK):
+            part = slice(c * CHUNK, (c + 1) * CHUNK)
+            factor = (np.repeat(w_scales[:, c], CHUNK)[None, : len(w)] * scales[:, c, None]).astype(np.float64)
+            exact += (a[:, part] @ w[:, part].T) * factor
+            magnitude += (np.abs(a[:, part]) @ np.abs(w[:, part].T)) * factor
+        columns.append(exact)
+        magnitudes.append(magnitude)
+    return np.concatenate(columns, axis=1), np.concatenate(magnitudes, axis=1)

@@ -1,22 +1,25 @@
-"""Every variant of every op that can run on a device, against the reference, byte for byte."""
+"""Every variant of every op that can run on a device, against the reference: byte for byte, sums of products within bounds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pyopencl as cl
 import pyopencl.array as cla
 
-from pyclquant import kv, reference
+from pyclquant import kv, reference, w8a8
+from pyclquant.arrays import on_host
 from pyclquant.capabilities import Capabilities
 from pyclquant.device import Device
 from pyclquant.errors import PyclquantError, UnsupportedDeviceError
 from pyclquant.formats import FLOAT_DTYPES, FORMATS, GRANULARITIES
-from pyclquant.testing import mismatch
-from pyclquant.variants import KV, Blocks
+from pyclquant.testing import mismatch, product_mismatch
+from pyclquant.variants import ACT, GEMV, KV, Blocks
 
 Array = np.ndarray[Any, Any]
 LIMITS = {"float32": (3.4e38, 2.0**-149), "bfloat16": (3.38e38, 2.0**-133), "float16": (65504.0, 2.0**-24)}
@@ -40,7 +43,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """One row of a self-test. ok: all `cases` equal the reference; detail: the first difference, or why it was not run."""
+    """One row of a self-test. format: or scale layout.  ok: all `cases` equal the reference; detail: the first difference, or
+    why it was not run.
+    """
 
     op: str
     format: str
@@ -151,7 +156,7 @@ def describe(case: Case) -> str:
 
 
 def known_answers(queue: cl.CommandQueue, caps: Capabilities, variant: str) -> str | None:
-    """The quick cases with one variant: None, or why it cannot run, or what went wrong first."""
+    """The quick cases of `kv` with one variant: None, or why it cannot run, or what went wrong first."""
     row = next(v for v in KV if v.name == variant)
     dev = Device(queue, caps)
     for case in quick_cases():
@@ -162,25 +167,137 @@ def known_answers(queue: cl.CommandQueue, caps: Capabilities, variant: str) -> s
     return None
 
 
+# ---- W8A8 ----
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A product of `rows` rows and weights of `segments` rows each, K columns: quantizers and GEMV alike."""
+
+    rows: int
+    segments: tuple[int, ...]
+    k: int
+    scale_layout: str
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return f"{self.scale_layout}, {self.rows} rows of {self.dtype}, weights {list(self.segments)} x {self.k}"
+
+
+def quick_projections() -> Iterator[Projection]:
+    """A few that reach each part of the kernels: what the probe asks of a variant before it is used."""
+    yield Projection(3, (160,), 384, "per_row", "float32")
+    yield Projection(10, (128, 128, 130), 640, "block_128")
+
+
+def all_projections(scale_layout: str) -> Iterator[Projection]:
+    """One for each tile of the GEMV, over odd and round sizes, each type, one to three segments."""
+    for i, rows in enumerate((1, 2, 5, 9, 17, 40, 129)):
+        segments = ((200,), (128, 72), (256, 128, 17))[i % 3]
+        yield Projection(rows, segments, (128, 384, 1152)[i % 3], scale_layout, tuple(FLOAT_DTYPES)[i % 3])
+
+
+def matrix(rows: int, k: int, dtype: str, seed: int) -> Array:
+    """Random [rows, k] with outliers; of `sample`'s special rows the finite ones."""
+    x = sample((rows, k), dtype, seed)
+    wide = x.astype(np.float32)
+    return np.where(np.isfinite(wide) & (np.abs(wide) < 1e30), x, np.ones((), x.dtype)).astype(x.dtype)
+
+
+def check_quantizers(dev: Device, p: Projection, variant: str | None) -> str | None:
+    """All quantizers of W8A8 on one case: None, or the first difference from the reference."""
+    x, up = (sample((p.rows, p.k), p.dtype, seed) for seed in (5, 6))
+    w = sample((p.segments[0], p.k), p.dtype, 7)
+    layout: str = p.scale_layout
+    how: dict[str, Any] = {"force": variant}
+    for name, got, want in (
+        ("act_quant", w8a8.act_quant(dev, x, layout, **how), reference.act_quant(x, layout)),
+        ("act_quant_silu", w8a8.act_quant_silu(dev, x, up, layout, **how), reference.act_quant_silu(x, up, layout)),
+        ("quantize_weight", w8a8.quantize_weight(dev, w, layout, **how), reference.quantize_weight(w, layout)),
+    ):
+        for part, a, b in zip(("codes", "scales"), got, want, strict=True):
+            wrong = mismatch(on_host(a), b, f"{name} {part}")
+            if wrong:
+                return f"{wrong} ({p})"
+    wrong = mismatch(w8a8.silu_mul(dev, x, up, force=variant).get(), reference.silu_mul(x, up), "silu_mul")
+    return f"{wrong} ({p})" if wrong else None
+
+
+def check_gemv(dev: Device, p: Projection, variant: str | None) -> str | None:
+    """One product against the exact one, each row alone against the same row among the others, and the columns beyond N."""
+    layout = p.scale_layout
+    codes, scales = reference.act_quant(matrix(p.rows, p.k, p.dtype, 8), layout)
+    segments = [reference.quantize_weight(matrix(n, p.k, "float32", 9 + i) / 7, layout) for i, n in enumerate(p.segments)]
+    exact, magnitude = reference.gemv(codes, scales, segments, layout)
+    w = w8a8.Weight(dev, segments)
+    acts = w8a8.Activations(cla.to_device(dev.queue, codes), cla.to_device(dev.queue, scales))
+    sentinel = np.full((p.rows, w.n + GUARD), 0.0, FLOAT_DTYPES[p.dtype])
+    sentinel.view(np.uint8)[:] = 0xA5
+    whole = cla.to_device(dev.queue, sentinel)
+    w8a8.gemv(dev, acts, w, p.dtype, out=whole[:, : w.n], force=variant)
+    got = whole.get()
+    with np.errstate(over="ignore"):
+        wrong = product_mismatch(got[:, : w.n], exact, magnitude)
+    if wrong is None and not (got[:, w.n :].view(np.uint8) == 0xA5).all():
+        wrong = "columns beyond N were written"
+    for row in range(0, p.rows, max(1, p.rows // 3)):
+        if wrong is None:
+            one = w8a8.Activations(acts.codes[row : row + 1], acts.scales[row : row + 1])
+            alone = w8a8.gemv(dev, one, w, p.dtype, force=variant).get()
+            wrong = mismatch(alone[0], got[row, : w.n], f"row {row} alone")
+    return f"{wrong} ({p})" if wrong else None
+
+
+def projection_answers(queue: cl.CommandQueue, caps: Capabilities, op: str, variant: str) -> str | None:
+    """The quick projections with one variant of act_quant or gemv: None, or why it cannot run, or what went wrong first."""
+    dev = Device(queue, caps)
+    check = CHECKS[op]
+    for p in quick_projections():
+        try:
+            wrong = check(dev, p, variant)
+        except UnsupportedDeviceError as error:
+            return str(error)
+        if wrong:
+            return wrong
+    return None
+
+
+CHECKS: dict[str, Callable[[Device, Projection, str | None], str | None]] = {"act_quant": check_quantizers, "gemv": check_gemv}
+
+
+# ---- the whole run ----
+
+
+def steps() -> Iterator[tuple[str, str, str]]:
+    """Operation, format or scale layout, and variant of every result of a run."""
+    yield from (("kv", name, v.name) for v, name in product(KV, FORMATS))
+    yield from (("act_quant", layout, v.name) for v, layout in product(ACT, w8a8.SCALE_LAYOUTS))
+    yield from (("gemv", layout, v.name) for v, layout in product(GEMV, w8a8.SCALE_LAYOUTS))
+
+
 def run(dev: Device, progress: Callable[[str], None] = lambda _: None) -> list[Result]:
     """All cases of every variant that the device can run. progress: called with the name of each step.
 
     A case whose shape a variant does not take does not count; a variant that takes none has the reason as detail.
     """
     results = []
-    for variant in KV:
-        for name in FORMATS:
-            progress(f"kv {name} {variant.name}")
-            results.append(run_one(dev, name, variant.name))
+    for op, what, variant in steps():
+        progress(f"{op} {what} {variant}")
+        results.append(run_one(dev, op, what, variant))
     return results
 
 
-def run_one(dev: Device, format: str, variant: str) -> Result:
-    """All cases of one format with one variant."""
+def run_one(dev: Device, op: str, what: str, variant: str) -> Result:
+    """All cases of one format or scale layout with one variant."""
     count, refused = 0, ""
-    for case in all_cases(format):
+    checks: list[Callable[[], str | None]]
+    if op == "kv":
+        checks = [partial(check_case, dev, case, variant) for case in all_cases(what)]
+    else:
+        checks = [partial(CHECKS[op], dev, p, variant) for p in all_projections(what)]
+    for check in checks:
         try:
-            wrong = check_case(dev, case, variant)
+            wrong = check()
         except UnsupportedDeviceError as error:
             refused = refused or str(error)
             continue
@@ -188,5 +305,5 @@ def run_one(dev: Device, format: str, variant: str) -> Result:
             wrong = str(error)
         count += 1
         if wrong:
-            return Result("kv", format, variant, count, False, wrong)
-    return Result("kv", format, variant, count, True, "" if count else f"not run: {refused}")
+            return Result(op, what, variant, count, False, wrong)
+    return Result(op, what, variant, count, True, "" if count else f"not run: {refused}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Array = np.ndarray[Any, Any]
@@ -38,6 +39,54 @@ def mismatch(got: Array, want: Array, what: str = "result") -> str | None:
         f"{what}: expected {w!r} (0x{int(bits(want)[where]):x}), got {g!r} (0x{int(bits(got)[where]):x}) "
         f"at {where}, {int(differs.sum())} of {differs.size} differ"
     )
+
+
+SUM_ERROR = 8.0
+"""How many times 2^-24 of the sum of its terms' magnitudes a float32 sum of products may be off. See `product_mismatch`."""
+
+
+def half_ulp(exact: Array, dtype: np.dtype[Any]) -> Array:
+    """Half the distance of neighbouring values of a float dtype around each of float64 exact."""
+    bits_kept, smallest = {"float32": (24, -149), "bfloat16": (8, -133), "float16": (11, -24)}[dtype.name]
+    exponent = np.frexp(np.asarray(exact, np.float64))[1]
+    return np.asarray(np.exp2(np.maximum(exponent - bits_kept, smallest) - 1.0))
+
+
+def product_mismatch(got: Array, exact: Array, magnitude: Array, what: str = "result") -> str | None:
+    """None when got, rounded from float32 sums of products, is as near to float64 exact as such sums are; else the worst.
+
+    |got - exact| <= half an ulp of got's dtype + SUM_ERROR 2^-24 magnitude, magnitude being the sum of the absolute terms. Each
+    element counts: a mean over all would pass a row of zeros in a thousand. NaN must meet NaN. What is too large for got's dtype
+    must be Inf or the largest value.
+    """
+    if got.shape != exact.shape:
+        return f"{what}: expected shape {exact.shape}, got {got.shape}"
+    if got.size == 0:
+        return None
+    largest = float(ml_dtypes.finfo(got.dtype).max)  # type: ignore[no-untyped-call]
+    wide, exact = (np.clip(a.astype(np.float64), -largest, largest) for a in (got, exact))
+    with np.errstate(invalid="ignore"):
+        excess = np.abs(wide - exact) - half_ulp(exact, got.dtype) - SUM_ERROR * 2.0**-24 * magnitude
+    excess = np.where(np.isnan(exact), np.where(np.isnan(wide), -1.0, np.inf), np.where(np.isnan(wide), np.inf, excess))
+    if (excess <= 0).all():
+        return None
+    where = tuple(int(i) for i in np.unravel_index(np.argmax(excess), excess.shape))
+    return (
+        f"{what}: expected {exact[where]:.9g} (terms of {magnitude[where]:.3g} in all), got {wide[where]:.9g} at {where}, "
+        f"{int((excess > 0).sum())} of {excess.size} out of bounds"
+    )
+
+
+def relative_rms(got: Array, exact: Array) -> float:
+    """Root mean square of the error over that of exact."""
+    error = got.astype(np.float64) - exact
+    return float(np.sqrt(np.mean(error**2) / np.mean(exact**2)))
+
+
+def cosine(got: Array, exact: Array) -> float:
+    """Cosine of the angle between the two, as vectors."""
+    a, b = got.astype(np.float64).ravel(), exact.ravel()
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
 def sqnr_db(x: Array, y: Array) -> float:

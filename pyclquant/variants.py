@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Generic, TypeVar
 
 from pyclquant.capabilities import Capabilities
 from pyclquant.errors import UnsupportedDeviceError
@@ -74,20 +75,34 @@ class Plan:
         return -(-teams // (self.wg // self.lanes)) * self.wg
 
 
-Reason = Callable[[Capabilities, Blocks], str | None]
+@dataclass(frozen=True)
+class Product:
+    """What a GEMV kernel has to know of its arrays. rows: of activations in one launch.  n, k: of the weights.
+
+    scale_layout: per_row or block_128.  align: a power of two that divides the address of every row of codes, in bytes.
+    """
+
+    rows: int
+    n: int
+    k: int
+    scale_layout: str = "per_row"
+    align: int = 128
+
+
+S = TypeVar("S", Blocks, Product)
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A row. answer: the feature by which the probe says whether this variant gives right bits.
+class Variant(Generic[S]):
+    """A row of a table. answer: the feature by which the probe says whether this variant gives right bits.
     unsupported: why it cannot run, or None.  unsuited: why a faster row is expected to exist.
     """
 
     name: str
     answer: str
-    unsupported: Reason
-    unsuited: Reason
-    plan: Callable[[Capabilities, Blocks], Plan]
+    unsupported: Callable[[Capabilities, S], str | None]
+    unsuited: Callable[[Capabilities, S], str | None]
+    plan: Callable[[Capabilities, S], Plan]
 
 
 def division(caps: Capabilities) -> tuple[Macros, tuple[str, ...]]:
@@ -226,22 +241,22 @@ def unsupported_shuffle(caps: Capabilities, blocks: Blocks) -> str | None:
     return unsupported_vector(caps, blocks)
 
 
-def never(caps: Capabilities, blocks: Blocks) -> str | None:
+def never(caps: Capabilities, shape: object) -> str | None:
     """No reason."""
     return None
 
 
-def unsuited_to_cpu(caps: Capabilities, blocks: Blocks) -> str | None:
+def unsuited_to_cpu(caps: Capabilities, shape: object) -> str | None:
     """Side by side is the wrong way to read on a CPU."""
     return "a CPU driver: work-items that read side by side are slower than rows" if caps.walks_rows else None
 
 
-def unsuited_to_gpu(caps: Capabilities, blocks: Blocks) -> str | None:
+def unsuited_to_gpu(caps: Capabilities, shape: object) -> str | None:
     """Rows are the wrong way to read on a GPU."""
     return None if caps.walks_rows else "work-items run side by side here, and must read side by side"
 
 
-KV: tuple[Variant, ...] = (
+KV: tuple[Variant[Blocks], ...] = (
     Variant("vector_shuffle", "kv_vector_shuffle", unsupported_shuffle, unsuited_to_cpu, partial(plan_vector, shuffled=True)),
     Variant("vector", "kv_vector", unsupported_vector, unsuited_to_cpu, plan_vector),
     Variant("row", "kv_row", unsupported_row, unsuited_to_gpu, plan_row),
@@ -250,21 +265,137 @@ KV: tuple[Variant, ...] = (
 """Quantize and dequantize."""
 
 
-def cannot(row: Variant, caps: Capabilities, blocks: Blocks) -> str | None:
+# ---- W8A8 ----
+
+
+def plan_tiles(caps: Capabilities, blocks: Blocks) -> Plan:
+    """Aligned vectors; a whole work-group for a long row, since a decode step has few of them."""
+    vec = gpu_vec(blocks)
+    wg = min(256, 1 << (caps.max_work_group_size.bit_length() - 1))
+    divide, options = division(caps)
+    lanes = min(wg, power_of_two(-(-blocks.block // vec)))
+    return Plan("vector", vec, lanes, wg, 1, {"ALIGNED": 1, **divide, **vendor_macros(caps)}, options)
+
+
+ACT: tuple[Variant[Blocks], ...] = (
+    Variant("vector", "act_vector", unsupported_vector, unsuited_to_cpu, plan_tiles),
+    Variant("row", "act_row", unsupported_row, unsuited_to_gpu, plan_row),
+    Variant("base", "act_base", unsupported_base, never, plan_base),
+)
+"""Quantize activations and weights; check weights."""
+
+
+TILES = (8, 16, 32, 64, 128)
+"""Most rows of activations of each tile of the GEMV; larger batches are served in launches of the last."""
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of the tile that serves `rows` rows, 1 to 128."""
+    return next(t for t in TILES if rows <= t)
+
+
+def arithmetic(caps: Capabilities) -> Macros:
+    """How products are summed and weights decoded; see FMA in `cl/common.h` and DENORMALS in `cl/gemv.h`.
+
+    The product of two codes is exact, so that both forms of a sum give the same bits.
+    """
+    fma = caps.ok("fma") and caps.ok("fma_speed")
+    kept = caps.ok("denormals") and (caps.ok("fma_denormals") or not fma)
+    return {"FMA": int(fma), "DENORMALS": int(kept), "HALF": int(caps.ok("half_convert"))}
+
+
+def register_rows(rows: int) -> int:
+    """Rows of activations whose sums a work-item holds: rows rounded up to a power of two, 8 at the most."""
+    return min(8, power_of_two(rows))
+
+
+def plan_gemv_base(caps: Capabilities, p: Product) -> Plan:
+    """Word by word, a work-group for each row of weights."""
+    wg = min(64, 1 << (caps.max_work_group_size.bit_length() - 1))
+    macros: Macros = {"TILE_M": min(register_rows(p.rows), wg), "TILE_N": 1, "ALIGNED": 0, **arithmetic(caps)}
+    return Plan("base", 1, wg, wg, 1, macros)
+
+
+def plan_gemv_vector(caps: Capabilities, p: Product) -> Plan:
+    """16 bytes a lane, 32 lanes a row, several rows a team: each is a load in flight.
+
+    An Intel GPU has 64 registers a lane in sub-groups of 16: two rows there.
+    """
+    wg = min(256, 1 << (caps.max_work_group_size.bit_length() - 1))
+    tile_n = 2 if caps.ok("subgroup_size") else 4
+    macros: Macros = {"TILE_M": register_rows(p.rows), "TILE_N": tile_n, "ALIGNED": 1, **arithmetic(caps)}
+    return Plan("vector", 4, 32, wg, tile_n, macros)
+
+
+def plan_gemv_row(caps: Capabilities, p: Product) -> Plan:
+    """A work-item walks a few rows of weights, as many as keep the sums in registers."""
+    vec = max((n for n in (2, 4, 8, 16) if caps.ok(f"vector{n}")), default=1)
+    tile_m = register_rows(p.rows)
+    tile_n = {1: 8, 2: 8, 4: 4, 8: 2}[tile_m]
+    return Plan("row", vec, 1, 1, tile_n, {"TILE_M": tile_m, "TILE_N": tile_n, **arithmetic(caps)})
+
+
+def plan_gemv_mma(caps: Capabilities, p: Product) -> Plan:
+    """A work-group of 8 warps for 16 rows of weights."""
+    wg = min(256, 1 << (caps.max_work_group_size.bit_length() - 1))
+    macros: Macros = {"TILE_M": tile_rows(p.rows), "MMA_NV": 1, "HALF": int(caps.ok("half_convert"))}
+    return Plan("mma", 1, wg, wg, 16, macros)
+
+
+def unsupported_gemv(caps: Capabilities, p: Product) -> str | None:
+    """Every device that runs a kernel and can address the weights."""
+    return caps.missing("base") if p.n * p.k < 2**31 else caps.missing("base", "index64")
+
+
+def unsupported_gemv_vector(caps: Capabilities, p: Product) -> str | None:
+    """Aligned loads of 16 bytes, work-groups of teams, and local memory for the activations."""
+    if p.align < 16:
+        return f"weights at multiples of {p.align} bytes, 16 are needed"
+    if caps.max_work_group_size < 64:
+        return f"work-groups of {caps.max_work_group_size}, 64 are needed"
+    memory = int(caps.reported.get("local_mem_size") or 0)
+    needed = 16 * register_rows(p.rows) * 32 * 4
+    if memory < needed:
+        return f"{memory} bytes of local memory, {needed} are needed"
+    return unsupported_gemv(caps, p) or caps.missing("vector4")
+
+
+def unsupported_gemv_mma(caps: Capabilities, p: Product) -> str | None:
+    """FP8 matrix units that gave the right products."""
+    if p.align < 16:
+        return f"weights at multiples of {p.align} bytes, 16 are needed"
+    if caps.max_work_group_size < 32:
+        return f"work-groups of {caps.max_work_group_size}, 32 are needed"
+    return caps.missing("nv_mma") or unsupported_gemv(caps, p)
+
+
+GEMV: tuple[Variant[Product], ...] = (
+    Variant("mma", "gemv_mma", unsupported_gemv_mma, never, plan_gemv_mma),
+    Variant("vector", "gemv_vector", unsupported_gemv_vector, unsuited_to_cpu, plan_gemv_vector),
+    Variant("row", "gemv_row", unsupported_gemv, unsuited_to_gpu, plan_gemv_row),
+    Variant("base", "gemv_base", unsupported_gemv, never, plan_gemv_base),
+)
+"""W8A8 GEMV."""
+
+
+# ---- selection ----
+
+
+def cannot(row: Variant[S], caps: Capabilities, shape: S) -> str | None:
     """Why a row cannot run: by its own rule, or because the probe saw it give wrong bits or die."""
-    reason = row.unsupported(caps, blocks)
+    reason = row.unsupported(caps, shape)
     if reason is None and row.answer in caps.works:
         reason = caps.missing(row.answer)
     return reason
 
 
-def refusals(table: tuple[Variant, ...], caps: Capabilities, blocks: Blocks) -> dict[str, str]:
+def refusals(table: tuple[Variant[S], ...], caps: Capabilities, shape: S) -> dict[str, str]:
     """Variant -> why it is not taken, whether it cannot or should not; those without a reason are absent."""
-    rows = ((v.name, cannot(v, caps, blocks) or v.unsuited(caps, blocks)) for v in table)
+    rows = ((v.name, cannot(v, caps, shape) or v.unsuited(caps, shape)) for v in table)
     return {name: reason for name, reason in rows if reason}
 
 
-def select(table: tuple[Variant, ...], caps: Capabilities, blocks: Blocks, force: str | None = None) -> Plan:
+def select(table: tuple[Variant[S], ...], caps: Capabilities, shape: S, force: str | None = None) -> Plan:
     """The plan of the first row that has no reason against it, or of the row called `force`.
 
     Raises UnsupportedDeviceError with the reason of each row; a forced row only needs to be able to run.
@@ -273,13 +404,13 @@ def select(table: tuple[Variant, ...], caps: Capabilities, blocks: Blocks, force
         row = next((v for v in table if v.name == force), None)
         if row is None:
             raise UnsupportedDeviceError(f"force: expected one of {', '.join(v.name for v in table)}, got {force!r}")
-        reason = cannot(row, caps, blocks)
+        reason = cannot(row, caps, shape)
         if reason:
             raise UnsupportedDeviceError(f"force: {force} cannot run on {caps.reported.get('name')}: {reason}")
-        return row.plan(caps, blocks)
-    refused = refusals(table, caps, blocks)
+        return row.plan(caps, shape)
+    refused = refusals(table, caps, shape)
     for row in table:
         if row.name not in refused:
-            return row.plan(caps, blocks)
+            return row.plan(caps, shape)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
     raise UnsupportedDeviceError(f"device: expected one that runs a kernel, got {caps.reported.get('name')} ({reasons})")
