@@ -36,7 +36,7 @@ void weight_check(__global const uchar *restrict codes, ulong codes_offset, vola
     for (size_t row = first_row; row < end; row++) {
         vuchar largest = (vuchar)(0);
         for (size_t k = lane * VEC; k < dim; k += LANES * VEC)
-            largest = max(largest, load_codes(codes + codes_offset + row * dim + k) & (uchar)0x7f);
+            largest = max(largest, (vuchar)(load_codes(codes + codes_offset + row * dim + k) & (uchar)0x7f)); /* scalars promote */
         uint most = 0;
 #if VEC == 1
         most = largest;

@@ -16,6 +16,7 @@ from pyclquant import icd, probe, quirks
 from pyclquant.capabilities import Capabilities, Verdict
 from pyclquant.errors import NoDeviceError
 from pyclquant.program import CL_DIR, Programs
+from pyclquant.variants import Plan, S, Variant, select
 
 ENVIRONMENT = "PYCLQUANT_DEVICE"
 """Environment variable with the selector that `Device.pick()` uses when it is given none."""
@@ -195,6 +196,14 @@ class Device:
         self.context: cl.Context = queue.context
         self.capabilities = caps
         self.programs = Programs(self.context, queue.device)
+        self._plans: dict[object, Plan] = {}
+
+    def plan(self, table: tuple[Variant[S], ...], shape: S, force: str | None = None) -> Plan:
+        """`variants.select` for this device, remembered. Raises UnsupportedDeviceError."""
+        key = (table[0].answer, shape, force)
+        if key not in self._plans:
+            self._plans[key] = select(table, self.capabilities, shape, force)
+        return self._plans[key]
 
     @property
     def name(self) -> str:

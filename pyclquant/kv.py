@@ -38,7 +38,7 @@ from pyclquant.formats import (
     resolve_granularity,
 )
 from pyclquant.program import Launch
-from pyclquant.variants import KV, Blocks, Macros, Plan, select
+from pyclquant.variants import KV, Blocks, Macros, Plan
 
 Events = Sequence[cl.Event] | None
 
@@ -137,7 +137,7 @@ def quantize(
     source = on_device(dev, x, "x")
     written = result.device_arrays()
     view = BlockView.of(layout, fmt, granularity)
-    plan = select(KV, dev.capabilities, view.blocks_of(source, written[0]), force)
+    plan = dev.plan(KV, view.blocks_of(source, written[0]), force)
     macros = view.macros(x_dtype, scale_name)
     events = [*(wait_for or ()), *source.events, *(e for a in written for e in a.events)]
     amax = []
@@ -187,7 +187,7 @@ def dequantize(
 
     read = q.to_device(dev).device_arrays()
     view = BlockView.of(layout, fmt, granularity)
-    plan = select(KV, dev.capabilities, view.blocks_of(y, read[0], restore=True), force)
+    plan = dev.plan(KV, view.blocks_of(y, read[0], restore=True), force)
     macros = view.macros(dtype_name, scale_name)
     events = [*(wait_for or ()), *(e for a in (y, *read) for e in a.events)]
     arguments = [*kernel_arguments(y, *read), *view.counts(plan)]
@@ -211,7 +211,7 @@ def plan_for(
     fmt = get_format(format)
     view = BlockView.of(Layout.of(shape, fmt, granularity, group_size), fmt, resolve_granularity(fmt, granularity))
     blocks = Blocks(view.dim, view.block, view.blocks, FLOAT_DTYPES[float_dtype(dtype)].itemsize, fmt.pack, restore=restore)
-    return select(KV, dev.capabilities, blocks, force)
+    return dev.plan(KV, blocks, force)
 
 
 # ---- checks ----

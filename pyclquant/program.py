@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyopencl as cl
 
 from pyclquant.errors import BuildError
@@ -101,6 +102,7 @@ class Programs:
         self.device = device
         self.lock = threading.RLock()
         self._kernels: dict[object, cl.Kernel] = {}
+        self._fitting: dict[object, tuple[cl.Kernel, Plan, Plan]] = {}
 
     def kernel(self, file: str, name: str, macros: Mapping[str, str | int], options: tuple[str, ...] = ()) -> cl.Kernel:
         """The kernel `name` of a file built with these macros; built at the first call. Raises BuildError."""
@@ -114,13 +116,19 @@ class Programs:
 
     def fitting(self, launch: Launch) -> tuple[cl.Kernel, Plan]:
         """The built kernel of a launch, its work-group shrunk until the device takes it. Raises BuildError."""
-        plan = launch.plan
-        while True:
-            kernel = self.kernel(launch.file, launch.name, {**launch.macros, **plan.defines()}, plan.options)
-            limit = kernel.get_work_group_info(cl.kernel_work_group_info.WORK_GROUP_SIZE, self.device)
-            if plan.wg <= limit or plan.wg == 1:
-                return kernel, plan
-            plan = plan.halved()
+        key = (launch.file, launch.name, tuple(launch.macros.items()), id(launch.plan))
+        with self.lock:
+            if key not in self._fitting:
+                plan = launch.plan
+                while True:
+                    kernel = self.kernel(launch.file, launch.name, {**launch.macros, **plan.defines()}, plan.options)
+                    limit = kernel.get_work_group_info(cl.kernel_work_group_info.WORK_GROUP_SIZE, self.device)
+                    if plan.wg <= limit or plan.wg == 1:
+                        break
+                    plan = plan.halved()
+                kernel.set_scalar_arg_dtypes([a.dtype if isinstance(a, np.generic) else None for a in launch.arguments])
+                self._fitting[key] = kernel, plan, launch.plan  # which is kept alive, and with it its id
+            return self._fitting[key][:2]
 
     def launch(self, queue: cl.CommandQueue, launch: Launch, wait_for: Sequence[cl.Event]) -> cl.Event:
         """Build a launch if need be, and enqueue it."""

@@ -11,7 +11,7 @@ for each 128 x 128 block of weights and each 128 columns of a row of activations
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from pyclquant.device import Device
 from pyclquant.errors import ContextError, DTypeError, PyclquantError, ShapeError
 from pyclquant.formats import EPS, FLOAT_DTYPES, FLOAT_MACROS, FORMATS, check_eps, float_dtype
 from pyclquant.program import Bound, Launch
-from pyclquant.variants import ACT, GEMV, TILES, Blocks, Macros, Plan, Product, select
+from pyclquant.variants import ACT, GEMV, TILES, Blocks, Macros, Plan, Product
 
 Events = Sequence[cl.Event] | None
 
@@ -153,7 +153,7 @@ def check_codes(dev: Device, codes: cla.Array, name: str) -> None:
     """Raises ShapeError when a weight code is NaN; waits for the device."""
     n, k = codes.shape
     blocks = Blocks(k, k, n, 2, align=alignment((codes, 1)))  # like 2-byte elements: 8 codes a lane
-    plan = select(ACT, dev.capabilities, blocks)
+    plan = dev.plan(ACT, blocks)
     first = cla.to_device(dev.queue, np.full(1, 0xFFFFFFFF, np.uint32))
     arguments = [*kernel_arguments(codes), first.base_data, np.uint32(n), np.uint64(k), np.uint32(plan.blocks_per_team)]
     launch = Launch("weight_check.cl", "weight_check", plan, {"X_TYPE": "BF16"}, arguments, n)
@@ -223,6 +223,7 @@ class Scratch:
     codes: cla.Array
     scales: cla.Array
     staged: cla.Array | None
+    _views: dict[tuple[int, int, str], Activations] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def alloc(dev: Device, max_k: int) -> Scratch:
@@ -242,9 +243,12 @@ class Scratch:
         """Views of its beginning. Raises ShapeError when it is too small."""
         if not self.fits(rows, k, scale_layout):
             raise ShapeError(f"scratch: expected room for {rows} rows of K={k} ({scale_layout}), got {self.codes.size} codes")
-        shape = (rows,) if scale_layout == "per_row" else (rows, k // CHUNK)
-        count = int(np.prod(shape))
-        return Activations(self.codes[: rows * k].reshape(rows, k), self.scales[:count].reshape(shape))
+        key = rows, k, scale_layout
+        if key not in self._views:
+            shape = (rows,) if scale_layout == "per_row" else (rows, k // CHUNK)
+            codes, scales = self.codes[: rows * k], self.scales[: int(np.prod(shape))]
+            self._views[key] = Activations(codes.reshape(rows, k), scales.reshape(shape))
+        return self._views[key]
 
 
 def new_activations(dev: Device, rows: int, k: int, scale_layout: str) -> Activations:
@@ -328,7 +332,7 @@ class Tiles:
         pitch = x.strides[0] // x.dtype.itemsize if n > 1 else k
         tiles = -(-n // self.rows) * (k // self.columns)
         align = alignment(*((a, 1) for a in (*inputs, codes))) | pitch
-        plan = select(ACT, dev.capabilities, Blocks(k, self.columns, tiles, x.dtype.itemsize, align=align & -align), force)
+        plan = dev.plan(ACT, Blocks(k, self.columns, tiles, x.dtype.itemsize, align=align & -align), force)
         macros: Macros = {"SILU": len(inputs) - 1, "X_TYPE": FLOAT_MACROS[float_dtype(x.dtype)]}
         sizes = [np.uint64(v) for v in (tiles, n, k, pitch)]
         return plan, macros, [*sizes, np.uint32(self.rows), np.uint32(self.columns), np.uint32(plan.blocks_per_team)]
@@ -405,10 +409,10 @@ def gemv_launches(
     for start in range(0, rows, LAUNCH_ROWS):
         part = slice(start, min(start + LAUNCH_ROWS, rows))
         count = part.stop - part.start
-        a, a_scales, target = acts.codes[part], acts.scales[part], c[part]
-        plan = select(GEMV, dev.capabilities, Product(count, w.n, w.k, w.scale_layout, align), force)
+        a, a_scales, target = (whole if count == rows else whole[part] for whole in (*acts, c))
+        plan = dev.plan(GEMV, Product(count, w.n, w.k, w.scale_layout, align), force)
         if plan.variant == "row":
-            a, stage = staged(dev, a, plan, scratch)
+            a, stage = staged(dev, a, plan, layout, scratch)
             launches.append(stage)
         sizes = [np.uint32(v) for v in (count, w.n, w.k, pitch, n1, n2)]
         arguments = [*kernel_arguments(a, a_scales, *weights, target), *sizes]
@@ -417,7 +421,7 @@ def gemv_launches(
     return launches
 
 
-def staged(dev: Device, codes: cla.Array, plan: Plan, scratch: Scratch | None) -> tuple[cla.Array, Launch]:
+def staged(dev: Device, codes: cla.Array, plan: Plan, layout: Macros, scratch: Scratch | None) -> tuple[cla.Array, Launch]:
     """Decoded activations in the order of `cl/gemv_w8a8_row.cl`, and the launch that fills them from codes [M, K]."""
     rows, k = codes.shape
     tile_m = int(plan.macros["TILE_M"])
@@ -426,10 +430,10 @@ def staged(dev: Device, codes: cla.Array, plan: Plan, scratch: Scratch | None) -
     room = scratch.staged if scratch is not None and scratch.staged is not None and scratch.staged.size >= size else None
     decoded = room if room is not None else cla.empty(dev.queue, size, F32)
     steps = k // (4 * plan.vec)
-    once = Plan(plan.variant, plan.vec, 1, 1, 1, plan.macros, plan.options)
-    macros: Macros = {"SCALES": "PER_ROW", "X_TYPE": "F32"}
     arguments = [*kernel_arguments(codes, decoded), np.uint32(rows), np.uint32(k)]
-    return decoded, Launch("gemv_w8a8_row.cl", "gemv_w8a8_row_stage", once, macros, arguments, groups * steps)
+    return decoded, Launch(
+        "gemv_w8a8_row.cl", "gemv_w8a8_row_stage", plan, layout, arguments, groups * steps * plan.blocks_per_team
+    )
 
 
 def proj(
@@ -470,7 +474,7 @@ def projection(
     check_weight(dev, w)
     rows, _ = check_activations(dev, x, "x", k=w.k) if up is None else check_gate(dev, x, up, w.k)
     check_scratch(dev, scratch)
-    if scratch is not None and not scratch.fits(rows, w.k, w.scale_layout):
+    if scratch is not None:
         scratch.activations(rows, w.k, w.scale_layout)
     check_eps(eps)
     c = output(dev, rows, w, dtype, out)
@@ -662,4 +666,4 @@ def run(
     for launch in launches:
         events = [dev.programs.launch(dev.queue, launch, events)]
     for a in written:
-        a.add_event(events[-1])
+        a.events[:] = events  # the last one waits for all that were there

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pyclquant.capabilities import Capabilities
-from pyclquant.formats import FLOAT_DTYPES, FORMATS, Layout
+from pyclquant.formats import FLOAT_DTYPES, FLOAT_MACROS, FORMATS, Layout
 from pyclquant.kv import BlockView
 from pyclquant.program import build_options, source
-from pyclquant.variants import KV, Blocks, Macros, refusals, select
+from pyclquant.variants import ACT, GEMV, KV, TILES, Blocks, Macros, Product, refusals, select
+from pyclquant.w8a8 import CHUNK, FILES, SCALE_LAYOUTS
 
 DEVICES = Path(__file__).resolve().parent.parent / "tests" / "devices"
 CLANG = os.environ.get("CLANG", "clang-15")
@@ -40,7 +41,10 @@ SECONDS = 60.0
 """How long one build may take."""
 
 SHAPE = (4096, 8, 128)
-"""Of the tensor: tokens, heads, head_dim."""
+"""Of the K/V tensor: tokens, heads, head_dim."""
+
+K = 4096
+"""Rows and columns of the weight."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,10 @@ class Build:
             "X_TYPE",
             "SCALE_TYPE",
             "PER_TENSOR",
+            "SILU",
+            "SCALES",
+            "TILE_M",
+            "TILE_N",
             "VEC",
             "LANES",
             "WG",
@@ -207,9 +215,8 @@ TARGETS = (
 )
 
 
-def builds(target: Target) -> Iterator[Build | str]:
-    """Every build of a target; for a variant that the device is refused, a line with the reason."""
-    caps = target.capabilities()
+def kv_builds(target: Target, caps: Capabilities) -> Iterator[Build | str]:
+    """Builds of the K/V kernels."""
     for variant in KV:
         refused = ""
         for fmt, x_type, restore in product(FORMATS.values(), FLOAT_DTYPES, (False, True)):
@@ -225,7 +232,52 @@ def builds(target: Target) -> Iterator[Build | str]:
                 macros = {**view.macros(x_type, scale_type), **plan.defines()}
                 yield Build(target, variant.name, "kv_dequantize.cl" if restore else "kv_quantize.cl", macros, plan.options)
         if refused:
-            yield f"{target.name}: variant {variant.name} is not taken: {refused}"
+            yield f"{target.name}: variant {variant.name} of the K/V kernels is not taken: {refused}"
+
+
+def act_builds(target: Target, caps: Capabilities) -> Iterator[Build | str]:
+    """Builds of the W8A8 quantizers, and of the search for NaN among weights."""
+    for variant in ACT:
+        refused = ""
+        for x_type, columns in product(FLOAT_DTYPES, (K, CHUNK)):
+            blocks = Blocks(K, columns, 32 * K // columns, FLOAT_DTYPES[x_type].itemsize)
+            refused = refusals(ACT, caps, blocks).get(variant.name, "")
+            if refused:
+                break
+            plan = select(ACT, caps, blocks, variant.name)
+            for silu in (0, 1):
+                macros: Macros = {"SILU": silu, "X_TYPE": FLOAT_MACROS[x_type], **plan.defines()}
+                yield Build(target, variant.name, "act_quant.cl", macros, plan.options)
+            if x_type == "bfloat16":
+                yield Build(target, variant.name, "weight_check.cl", {"X_TYPE": "BF16", **plan.defines()}, plan.options)
+        if refused:
+            yield f"{target.name}: variant {variant.name} of act_quant is not taken: {refused}"
+
+
+def gemv_builds(target: Target, caps: Capabilities) -> Iterator[Build | str]:
+    """Builds of the GEMV: every tile, and the smaller ones that hold fewer rows."""
+    for variant in GEMV:
+        refused = ""
+        for rows, layout, x_type in product((1, 2, 4, *TILES), SCALE_LAYOUTS, FLOAT_DTYPES):
+            shape = Product(rows, K, K, layout)
+            refused = refusals(GEMV, caps, shape).get(variant.name, "")
+            if refused:
+                break
+            plan = select(GEMV, caps, shape, variant.name)
+            macros: Macros = {"SCALES": layout.upper(), "X_TYPE": FLOAT_MACROS[x_type], **plan.defines()}
+            yield Build(target, variant.name, f"{FILES[plan.variant]}.cl", macros, plan.options)
+        if refused:
+            yield f"{target.name}: variant {variant.name} of the GEMV is not taken: {refused}"
+
+
+def builds(target: Target) -> Iterator[Build | str]:
+    """Every build of a target, each once; for a variant that the device is refused, a line with the reason."""
+    caps = target.capabilities()
+    seen: list[Build | str] = []
+    for build in chain(kv_builds(target, caps), act_builds(target, caps), gemv_builds(target, caps)):
+        if build not in seen:
+            seen.append(build)
+            yield build
 
 
 def compiled(build: Build) -> Result:
