@@ -101,6 +101,7 @@ class Programs:
         self.context = context
         self.device = device
         self.lock = threading.RLock()
+        self._programs: dict[object, cl.Program] = {}  # with Intel's CPU runtime 2026.2 a kernel does not keep its own alive
         self._kernels: dict[object, cl.Kernel] = {}
         self._fitting: dict[object, tuple[cl.Kernel, Plan, Plan]] = {}
 
@@ -109,10 +110,16 @@ class Programs:
         key = (file, name, tuple(sorted(macros.items())), options)
         with self.lock:
             if key not in self._kernels:
-                program = build(self.context, self.device, file, macros, options)
-                for kernel in program.all_kernels():
-                    self._kernels[file, kernel.function_name, tuple(sorted(macros.items())), options] = kernel
+                self._kernels[key] = cl.Kernel(self.program(file, macros, options), name)
             return self._kernels[key]
+
+    def program(self, file: str, macros: Mapping[str, str | int], options: tuple[str, ...] = ()) -> cl.Program:
+        """A file built with these macros; built at the first call. Raises BuildError."""
+        key = (file, tuple(sorted(macros.items())), options)
+        with self.lock:
+            if key not in self._programs:
+                self._programs[key] = build(self.context, self.device, file, macros, options)
+            return self._programs[key]
 
     def fitting(self, launch: Launch) -> tuple[cl.Kernel, Plan]:
         """The built kernel of a launch, its work-group shrunk until the device takes it. Raises BuildError."""
@@ -140,7 +147,7 @@ class Programs:
 
     def bind(self, launch: Launch) -> Bound:
         """Build a launch if need be, and set its arguments on a kernel object of its own."""
-        shared, plan = self.fitting(launch)
-        kernel = cl.Kernel(shared.program, shared.function_name)
+        _, plan = self.fitting(launch)
+        kernel = cl.Kernel(self.program(launch.file, {**launch.macros, **plan.defines()}, plan.options), launch.name)
         kernel.set_args(*launch.arguments)
         return Bound(kernel, (plan.global_size(launch.blocks),), (plan.wg,), launch.arguments)

@@ -39,7 +39,7 @@ def test_quick_cases(dev, variant, case):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_granularity_and_input_type(dev, variant, format):
-    result = selftest.run_one(dev, format, variant)
+    result = selftest.run_one(dev, "kv", format, variant)
     assert result.ok, result.detail
     assert result.cases > 0
 
