@@ -229,17 +229,16 @@ void probe_nv_convert(__global const float2 *x, __global uchar2 *e4m3, __global 
 #endif
 
 #ifdef PROBE_NV_MMA
-/* One warp: y[16][8] = a[16][32] * b[8][32]^T, e4m3fn to float32, by the FP8 matrix multiply. */
+/* One warp: y[16][8] = a[16][16] * b[8][16]^T, e4m3fn to float32, by the matrix multiply of half. */
 __kernel __attribute__((reqd_work_group_size(32, 1, 1)))
 void probe_nv_mma(__global const uint *a, __global const uint *b, __global float *y)
 {
     const uint lane = (uint)get_local_id(0);
-    const uint row = lane / 4; /* rows of 32 bytes are 8 words */
+    const uint row = lane / 4; /* rows of 16 bytes are 4 words */
     const uint word = lane % 4;
-    const uint a0 = a[row * 8 + word], a1 = a[(row + 8) * 8 + word];
-    const uint a2 = a[row * 8 + word + 4], a3 = a[(row + 8) * 8 + word + 4];
-    const uint b0 = b[row * 8 + word], b1 = b[row * 8 + word + 4];
-    const float4 c = nv_mma_e4m3((uint4)(a0, a1, a2, a3), (uint2)(b0, b1), (float4)(0.0f));
+    const uint2 upper = nv_e4m3_to_half_pairs(a[row * 4 + word]), lower = nv_e4m3_to_half_pairs(a[(row + 8) * 4 + word]);
+    const uint2 x = nv_e4m3_to_half_pairs(b[row * 4 + word]);
+    const float4 c = nv_mma_half((uint4)(upper.x, lower.x, upper.y, lower.y), x, (float4)(0.0f));
     y[row * 8 + word * 2] = c.x;
     y[row * 8 + word * 2 + 1] = c.y;
     y[(row + 8) * 8 + word * 2] = c.z;

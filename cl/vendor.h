@@ -10,8 +10,9 @@ Macros
                 nv_float_to_{e4m3,e5m2,bfloat16,half}_N, to nearest even, NaN to NaN; FP8 saturates
                 nv_{e4m3,e5m2,half}_to_float_N, exact
                 nv_{max,min}_{bfloat16,half}_N for N = 2, 4, 8 words of two elements; NaN wins
-    MMA_NV      1: NVIDIA PTX matrix multiply of FP8 (sm_89 and later):
-                nv_mma_e4m3(w, x, sum), a warp's W [16, 32] times X^T [32, 8] added to sum [16, 8]
+    MMA_NV      1: NVIDIA PTX matrix multiply of half, and its conversion from e4m3 (sm_89 and later):
+                nv_e4m3_to_half_pairs(codes)
+                nv_mma_half(w, x, sum), a warp's W [16, 16] times X^T [16, 8] added to sum [16, 8]
                 nv_load_once(p): 16 aligned bytes that no other work-item reads
 */
 #ifndef CONVERT_NV
@@ -151,12 +152,21 @@ NV_WIDEN(nv_e5m2_to_float, uchar, float)
 #endif
 
 #if MMA_NV
-/* Lane l holds of W rows l / 4 and l / 4 + 8, columns 4 (l % 4)..+3 (w.x, w.y) and 16 more (w.z, w.w); of X row l / 4,
-   the same columns (x.x, x.y); of the sum rows l / 4 (x, y) and l / 4 + 8 (z, w), columns 2 (l % 4) and one more.
-   Not volatile: the compiler may move loads across it. */
-static float4 nv_mma_e4m3(uint4 w, uint2 x, float4 sum)
+/* The values of four codes as two pairs of half, exactly. */
+static uint2 nv_e4m3_to_half_pairs(uint codes)
 {
-    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    uint2 r;
+    asm("{.reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.rn.f16x2.e4m3x2 %0, lo; cvt.rn.f16x2.e4m3x2 %1, hi;}"
+        : "=r"(r.x), "=r"(r.y) : "r"(codes));
+    return r;
+}
+
+/* Lane l holds of W rows l / 4 (w.x, w.z) and l / 4 + 8 (w.y, w.w), of X row l / 4, of each the columns 2 (l % 4), + 1 and 8
+   more; of the sum rows l / 4 (x, y) and l / 4 + 8 (z, w), columns 2 (l % 4), + 1.
+   Not volatile: the compiler may move loads across it. */
+static float4 nv_mma_half(uint4 w, uint2 x, float4 sum)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(sum.x), "+f"(sum.y), "+f"(sum.z), "+f"(sum.w)
         : "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(x.x), "r"(x.y));
     return sum;
