@@ -20,8 +20,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import pyclquant
-from pyclquant import bench, evaluate, files, icd, kv, plot, selftest, tables, variants
+from pyclquant import bench, evaluate, files, icd, kv, plot, selftest, tables, variants, w8a8
 from pyclquant.arrays import on_host
+from pyclquant.bench_work import Spec, block_options
 from pyclquant.capabilities import Capabilities
 from pyclquant.device import ENVIRONMENT, Device, Discovery, Found, candidates, capabilities, discover, preference, verdict_key
 from pyclquant.errors import PyclquantError
@@ -59,6 +60,13 @@ PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="OUT.png", he
 
 TYPICAL = (4096, 8, 128)
 """Tokens, heads and head_dim of the bfloat16 tensor for which `probe` tells the variants."""
+TYPICAL_WEIGHT = (4096, 4096)
+"""N and K of the projection for which it does."""
+TYPICAL_ROWS = (1, 32)
+"""Rows of activations for which it does."""
+ALL_VARIANTS = tuple(dict.fromkeys(v for names in bench.VARIANTS.values() for v in names))
+W8A8_OPS = tuple(op for op in bench.OPS if op != "kv")
+"""Families of `bench` that --rows and --scales are for."""
 
 
 def version(show: bool) -> None:
@@ -182,7 +190,7 @@ def chosen_blocks(
     size = DEFAULT_GROUP_SIZE if group_size is None else group_size
     with usage("--group-size"):
         for fmt in chosen:
-            Layout.of((1, 1), fmt, **bench.block_options(fmt, granularity, size))
+            Layout.of((1, 1), fmt, **block_options(fmt, granularity, size))
     return names, granularity, size
 
 
@@ -193,15 +201,23 @@ def variants_used(caps: Capabilities) -> dict[str, dict[str, Any]]:
     """For each operation the variant that a launch on a typical tensor takes, None without one, and why not others."""
     fmt = FORMATS["fp8_e4m3fn"]
     view = kv.BlockView.of(Layout.of(TYPICAL, fmt, "per_head", None), fmt, "per_head")
+    itemsize = FLOAT_DTYPES["bfloat16"].itemsize
+    n, k = TYPICAL_WEIGHT
     used = {}
     for op, restore in (("kv_quantize", False), ("kv_dequantize", True)):
-        itemsize = FLOAT_DTYPES["bfloat16"].itemsize
-        shape = variants.Blocks(view.dim, view.block, view.blocks, itemsize, fmt.pack, restore=restore)
-        variant = None
-        with contextlib.suppress(PyclquantError):
-            variant = variants.select(variants.KV, caps, shape).variant
-        used[op] = {"variant": variant, "refused": variants.refusals(variants.KV, caps, shape)}
+        used[op] = variant_used(variants.KV, caps, variants.Blocks(view.dim, view.block, view.blocks, itemsize, restore=restore))
+    used["act_quant"] = variant_used(variants.ACT, caps, variants.Blocks(k, k, TYPICAL_ROWS[0], itemsize))
+    for rows in TYPICAL_ROWS:
+        used[f"gemv M={rows}"] = variant_used(variants.GEMV, caps, variants.Product(rows, n, k))
     return used
+
+
+def variant_used(table: tuple[variants.Variant[variants.S], ...], caps: Capabilities, shape: variants.S) -> dict[str, Any]:
+    """The variant of a table that is taken, None without one, and why not others."""
+    variant = None
+    with contextlib.suppress(PyclquantError):
+        variant = variants.select(table, caps, shape).variant
+    return {"variant": variant, "refused": variants.refusals(table, caps, shape)}
 
 
 def by_default(discovery: Discovery) -> Found | None:
@@ -356,9 +372,9 @@ def restore(
 
 @app.command("selftest")
 def selftest_command(device: DeviceOption = None, as_json: JsonOption = False) -> None:
-    """Compare every kernel that the device can run with the reference, byte for byte."""
+    """Compare every kernel that the device can run with the reference: equal bytes, sums of products within bounds."""
     dev = pick(device, as_json)
-    with steps(as_json, len(variants.KV) * len(FORMATS)) as step:
+    with steps(as_json, sum(1 for _ in selftest.steps())) as step:
         results = selftest.run(dev, step)
     ok = all(r.ok for r in results) and any(r.cases for r in results)
     if as_json:
@@ -367,7 +383,8 @@ def selftest_command(device: DeviceOption = None, as_json: JsonOption = False) -
         out = console()
         out.print(dev.name, style="bold cyan", markup=False)
         out.print(tables.selftest_table(results))
-        out.print("all equal to the reference" if ok else "NOT equal to the reference", style="bold")
+        good = "all as the reference: bytes equal, sums of products within their bounds"
+        out.print(good if ok else "NOT as the reference", style="bold")
     raise typer.Exit(0 if ok else 1)
 
 
@@ -378,39 +395,78 @@ def bench_command(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option(metavar="ROWS,DIM", help="Or TOKENS,HEADS,DIM; default 262144,128 on CPUs, 1048576,128 on GPUs."),
+        typer.Option(
+            metavar="SIZES",
+            help="With --op. kv: ROWS,DIM or TOKENS,HEADS,DIM; default 262144,128 on CPUs, 1048576,128 on GPUs. "
+            f"gemv and proj: N,K of the weights; act_quant: K or N,K; default {','.join(map(str, Spec.weight))}.",
+        ),
+    ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="M",
+            help=f"Rows of activations of act_quant, gemv, proj: 1 to {w8a8.MAX_ROWS}; repeat or join by commas; "
+            f"default {','.join(map(str, Spec.rows))}.",
+        ),
+    ] = None,
+    scales: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help=f"Of act_quant, gemv, proj: {', '.join(w8a8.SCALE_LAYOUTS)}; repeat or join by commas; default: both.",
+        ),
     ] = None,
     format: FormatOption = None,
     dtype: Annotated[str, typer.Option(help=f"Of the float side: {', '.join(FLOAT_DTYPES)}.")] = "bfloat16",
     granularity: GranularityOption = None,
     group_size: GroupSizeOption = None,
-    variant: Annotated[str | None, typer.Option(help=f"Force one of {', '.join(v.name for v in variants.KV)}.")] = None,
+    variant: Annotated[
+        str | None, typer.Option(help=f"Force one of {', '.join(ALL_VARIANTS)}; operations without it are left out.")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="Time for each operation and each floor.")] = 1.0,
     no_reference: Annotated[bool, typer.Option("--no-reference", help="Do not time NumPy.")] = False,
     plot_file: PlotOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time each operation against the device's own read and copy, and NumPy."""
-    ops = joined(op) or tuple(bench.OPS)
-    for name in ops:
-        if name not in bench.OPS:
-            raise typer.BadParameter(f"expected one of {', '.join(bench.OPS)}, got {name!r}", param_hint="--op")
-    if variant is not None and variant not in {v.name for v in variants.KV}:
-        raise typer.BadParameter(
-            f"expected one of {', '.join(v.name for v in variants.KV)}, got {variant!r}", param_hint="--variant"
-        )
+    """Time each operation against the device's own read and copy, and NumPy; also against torch, if it is on the same GPU.
+
+    kv: K/V tensors to codes and back.
+
+    act_quant: activations to codes, also fused with SiLU.
+
+    gemv: the W8A8 product of activations that are codes already.
+
+    proj: both, with the host's time for a prepared and for a direct call.
+    """
+    ops = chosen_ops(op, variant)
+    for option, given, having in (
+        ("--format", format, ("kv",)),
+        ("--granularity", granularity, ("kv",)),
+        ("--group-size", group_size, ("kv",)),
+        ("--rows", rows, W8A8_OPS),
+        ("--scales", scales, W8A8_OPS),
+    ):
+        if given is not None and not set(ops) & set(having):
+            raise typer.BadParameter(f"expected only with --op {', '.join(having)}, got {', '.join(ops)}", param_hint=option)
     with usage("--dtype"):
         float_dtype(dtype)
     formats, granularity, size = chosen_blocks(format, granularity, group_size)
-    sizes = parse_shape(shape) if shape is not None else None
+    layouts = joined(scales) or w8a8.SCALE_LAYOUTS
+    with usage("--scales"):
+        for layout in layouts:
+            w8a8.check_layout(layout)
+    counts = parse_rows(joined(rows)) or Spec.rows
+    sizes = parse_shape(shape, ops) if shape is not None else ()
     if plot_file is not None:
         plot.check_plot(plot_file)
     dev = pick(device, as_json)
-    spec = bench.Spec(sizes or bench.default_shape(dev.capabilities), formats, dtype, granularity, size, variant)
+    tensor = sizes if sizes and "kv" in ops else bench.default_shape(dev.capabilities)
+    weight = (sizes[0], sizes[-1]) if sizes and "kv" not in ops else Spec.weight
+    spec = Spec(tensor, formats, dtype, granularity, size, variant, weight, counts, layouts)
     with steps(as_json) as step:
         report = bench.run(dev, spec, ops, seconds, not no_reference, step)
-    if plot_file is not None and report.copy is not None:
+    if plot_file is not None and report.floors:
         plot.plot_bench(report, plot_file)
     if as_json:
         print_json(bench_json(report))
@@ -419,34 +475,70 @@ def bench_command(
     raise typer.Exit(0 if report.correct else 1)
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Two or three positive sizes, joined by commas."""
+def chosen_ops(names: Sequence[str] | None, variant: str | None) -> tuple[str, ...]:
+    """Families of bench.OPS, all by default; of these the ones that have the variant."""
+    ops = joined(names) or tuple(bench.OPS)
+    for name in ops:
+        if name not in bench.OPS:
+            raise typer.BadParameter(f"expected one of {', '.join(bench.OPS)}, got {name!r}", param_hint="--op")
+    having = tuple(name for name in ops if variant is None or variant in bench.VARIANTS[name])
+    if not having:
+        known = dict.fromkeys(v for name in ops for v in bench.VARIANTS[name])
+        raise typer.BadParameter(f"expected one of {', '.join(known)}, got {variant!r}", param_hint="--variant")
+    return having
+
+
+def parse_shape(text: str, ops: Sequence[str]) -> tuple[int, ...]:
+    """Positive sizes, joined by commas: two or three of kv; N,K of the others, K alone if they are act_quant alone."""
+    if "kv" in ops and len(ops) > 1:
+        raise typer.BadParameter("expected with --op: kv takes ROWS,DIM, the others N,K", param_hint="--shape")
     parts = text.split(",")
-    if not (2 <= len(parts) <= 3 and all(p.strip().isdecimal() and int(p) > 0 for p in parts)):
-        raise typer.BadParameter(f"expected ROWS,DIM or TOKENS,HEADS,DIM, all positive, got {text!r}", param_hint="--shape")
-    return tuple(int(p) for p in parts)
+    what, least, most = "N,K", 2, 2
+    if ops == ("kv",):
+        what, least, most = "ROWS,DIM or TOKENS,HEADS,DIM", 2, 3
+    elif ops == ("act_quant",):
+        what, least, most = "K or N,K", 1, 2
+    if not (least <= len(parts) <= most and all(p.strip().isdecimal() and int(p) > 0 for p in parts)):
+        raise typer.BadParameter(f"expected {what}, all positive, got {text!r}", param_hint="--shape")
+    sizes = tuple(int(p) for p in parts)
+    if "kv" not in ops and sizes[-1] % w8a8.CHUNK:
+        raise typer.BadParameter(f"expected K a multiple of {w8a8.CHUNK}, got {sizes[-1]}", param_hint="--shape")
+    return sizes
+
+
+def parse_rows(values: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of rows of activations."""
+    for v in values:
+        if not (v.isdecimal() and 1 <= int(v) <= w8a8.MAX_ROWS):
+            raise typer.BadParameter(f"expected 1 to {w8a8.MAX_ROWS}, got {v!r}", param_hint="--rows")
+    return tuple(dict.fromkeys(int(v) for v in values))
 
 
 def bench_json(report: bench.Report) -> dict[str, Any]:
     """`bench --json`."""
-    keys = ("op", "format", "variant", "shape", "median_us", "gb_s", "of_floor", "reference_us", "correct", "detail")
     return {
         "device": report.device,
-        "floor": {
-            "read_gb_s": report.read.gb_s if report.read else None,
-            "copy_gb_s": report.copy.gb_s if report.copy else None,
-        },
-        "results": [{key: getattr(row, key) for key in keys} for row in report.results],
+        "floors": [asdict(floor) for floor in report.floors],
+        "results": [asdict(row) for row in report.results],
     }
 
 
-def print_bench(report: bench.Report, spec: bench.Spec) -> None:
+def print_bench(report: bench.Report, spec: Spec) -> None:
     """The report for people."""
     out = console()
     out.print(report.device, style="bold cyan", markup=False)
-    scales = f"scales {spec.granularity or 'per_head'}, int4 per_group {spec.group_size}"
-    out.print(f"{' × '.join(map(str, spec.shape))} of {spec.dtype}, {scales}; GB/s count bytes read and written", markup=False)
-    out.print(tables.bench_table(report))
-    for name, floor in (("read", report.read), ("copy", report.copy)):
-        if floor is not None:
-            out.print(f"{name} floor: {floor.how}", markup=False)
+    out.print(tables.floor_table(report.floors))
+    tensors = [r for r in report.results if r.rows is None]
+    if tensors:
+        scales = f"scales {spec.granularity or 'per_head'}, int4 per_group {spec.group_size}"
+        text = f"{' × '.join(map(str, spec.shape))} of {spec.dtype}, {scales}; GB/s count bytes read and written"
+        out.print(f"\n{text}", markup=False)
+        out.print(tables.kv_bench_table(tensors))
+    projections = [r for r in report.results if r.rows is not None]
+    if projections:
+        text = f"M rows of {spec.dtype}; × floor: time over that of a plain read (act_quant: copy) of the same bytes"
+        out.print(f"\n{text}", markup=False)
+        out.print(tables.w8a8_bench_table(projections))
+    if any(r.host_us for r in projections):
+        out.print()
+        out.print(tables.host_table(projections))

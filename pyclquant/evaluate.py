@@ -12,7 +12,8 @@ import pyopencl.array as cla
 
 from pyclquant import kv
 from pyclquant.arrays import on_host
-from pyclquant.bench import block_options, quantize_event
+from pyclquant.bench_kv import quantize_event
+from pyclquant.bench_work import block_options
 from pyclquant.device import Device
 from pyclquant.floor import seconds_of
 from pyclquant.formats import FORMATS

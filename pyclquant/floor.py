@@ -30,6 +30,34 @@ SEARCH_SECONDS = 0.06
 
 MEGABYTE = 1 << 20
 
+READ, COPY = "read", "copy"
+
+PIECE = 16 << 10
+"""Buffers are so many bytes, or a multiple."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A floor that something is compared with: the fastest READ or COPY of buffers of so many bytes."""
+
+    kind: str
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """For progress and messages."""
+        return f"{self.kind} floor of {self.nbytes} bytes"
+
+
+def reading(nbytes: int) -> Plain:
+    """The floor of what reads nbytes, in whole pieces."""
+    return Plain(READ, max(PIECE, nbytes // PIECE * PIECE))
+
+
+def copying(nbytes: int) -> Plain:
+    """The floor of what reads and writes nbytes in all, in whole pieces."""
+    return Plain(COPY, max(PIECE, nbytes // 2 // PIECE * PIECE))
+
 
 def seconds_of(dev: Device, enqueue: Enqueue, seconds: float, most: int = 200) -> float:
     """Median seconds of a run: on a GPU of the kernel, on a CPU driver from enqueue to finish.
@@ -138,11 +166,11 @@ class Contender:
 
 
 class Floors:
-    """Buffers of the floor kernels, as large as those of the operations."""
+    """Buffers of the floor kernels, as large as those of the operations: nbytes is a multiple of PIECE."""
 
     def __init__(self, dev: Device, nbytes: int) -> None:
         self.dev = dev
-        self.nbytes = max(MEGABYTE, nbytes // MEGABYTE * MEGABYTE)
+        self.nbytes = nbytes
         sets = buffer_sets(dev, 2 * self.nbytes)
         self.data = np.random.default_rng(0).integers(0, 1 << 32, self.nbytes // 4, dtype=np.uint32)
         self.sources = [cla.to_device(dev.queue, self.data) for _ in range(sets)]

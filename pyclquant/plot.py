@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyclquant.bench import Report
+from pyclquant.bench import Floor, Report, Result
 from pyclquant.errors import PyclquantError
 from pyclquant.evaluate import EDGES, Row
 from pyclquant.files import check_output, replacing
@@ -85,20 +85,46 @@ def plot_kv(rows: Sequence[Row], device: str, path: Path) -> None:
 
 
 def plot_bench(report: Report, path: Path) -> None:
-    """A bar for each operation and format in GB/s, with the device's read and copy floors as lines. Raises FileError."""
-    fig, (ax,) = figure(f"Bytes read and written a second on {report.device}", [1])
-    ops = list(dict.fromkeys(r.op for r in report.results))
-    formats = list(dict.fromkeys(r.format for r in report.results))
+    """K/V as bars in GB/s, W8A8 as time over that of its floor against M; what was wrong is left out. Raises FileError."""
+    tensors = [r for r in report.results if r.of_floor and r.rows is None]
+    projections = [r for r in report.results if r.of_floor and r.rows is not None]
+    fig, axes = figure(f"pyclquant on {report.device}", [1] * (bool(tensors) + bool(projections)))
+    if tensors:
+        plot_tensors(axes[0], tensors, report.floors)
+    if projections:
+        plot_projections(axes[-1], projections)
+    save(fig, path)
+
+
+def plot_tensors(ax: Axes, results: Sequence[Result], floors: Sequence[Floor]) -> None:
+    """A bar for each operation and format in GB/s, with the floors of the largest buffers as lines."""
+    ops = list(dict.fromkeys(r.op for r in results))
+    formats = list(dict.fromkeys(r.format for r in results))
     width = 0.8 / len(formats)
     for f, format in enumerate(formats):
-        rows = [r for r in report.results if r.format == format and r.gb_s is not None]
+        rows = [r for r in results if r.format == format]
         at = [ops.index(r.op) + (f - (len(formats) - 1) / 2) * width for r in rows]
         bars = ax.bar(at, [r.gb_s or 0.0 for r in rows], width * 0.92, color=COLOURS.get(format, GREY), label=format)
         ax.bar_label(bars, [f"{r.of_floor:.0%}" for r in rows], label_type="center", color="white", fontsize=9)
-    for floor, style, name in ((report.read, "--", "read floor"), (report.copy, "-", "copy floor")):
-        if floor is not None:
-            ax.axhline(floor.gb_s, color=GREY, linewidth=1, linestyle=style, label=f"{name} {floor.gb_s:.4g} GB/s")
+    for kind, style in (("read", "--"), ("copy", "-")):
+        floor = max((f for f in floors if f.kind == kind), key=lambda f: f.nbytes)
+        ax.axhline(floor.gb_s, color=GREY, linewidth=1, linestyle=style, label=f"{kind} floor {floor.gb_s:.4g} GB/s")
     ax.set_xticks(range(len(ops)), ops)
     ax.set(ylabel="GB/s (in the bars: share of the copy floor)", ylim=(0, None))
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    save(fig, path)
+    ax.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3)
+
+
+def plot_projections(ax: Axes, results: Sequence[Result]) -> None:
+    """A line for each operation and scale layout: how many times as long as its floor it takes, against M."""
+    ops = list(dict.fromkeys(r.op for r in results))
+    for op, layout in dict.fromkeys((r.op, r.format) for r in results):
+        rows = sorted((r.rows or 0, 1 / (r.of_floor or 1)) for r in results if (r.op, r.format) == (op, layout))
+        colour = list(COLOURS.values())[ops.index(op) % len(COLOURS)]
+        style = "-" if layout == "per_row" else ":"
+        ax.plot(*zip(*rows, strict=True), marker="o", linestyle=style, color=colour, label=f"{op} {layout}")
+    ax.axhline(1, color=GREY, linewidth=1)
+    ticks = sorted({r.rows or 0 for r in results})
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [str(t) for t in ticks])
+    ax.set(xlabel="rows of activations", ylabel="time over that of a plain read or copy", ylim=(0, None))
+    ax.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

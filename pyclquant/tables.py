@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pyclquant.bench import Report
+from pyclquant import bench
 from pyclquant.capabilities import Capabilities
 from pyclquant.device import Found
 from pyclquant.evaluate import Row
@@ -34,12 +34,12 @@ SIZES = {"work_group": "max_work_group_size", "local_memory": "local_mem_size"}
 """Features that a driver reports as a number."""
 
 
-def table(*columns: str, right: Iterable[str] = ()) -> Table:
-    """An empty table with these headings; those in `right` are numbers."""
+def table(*columns: str, right: Iterable[str] = (), whole: Iterable[str] = ("format",)) -> Table:
+    """An empty table with these headings; those in `right` are numbers, which like those in `whole` are never broken."""
     t = Table(box=None, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         numeric = column in right
-        t.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or column == "format")
+        t.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric or column in whole)
     return t
 
 
@@ -155,8 +155,8 @@ def ratio(before: int, after: int) -> str:
 
 
 def selftest_table(results: Sequence[Result]) -> Table:
-    """A row for each operation, variant and format; one row for the formats that a variant refuses alike."""
-    t = table("operation", "variant", "format", "cases", "result", "detail", right=("cases",))
+    """A row for each operation, variant and format or scale layout; one row for those that a variant refuses alike."""
+    t = table("operation", "variant", "format, scales", "cases", "result", "detail", right=("cases",), whole=("format, scales",))
     refused: set[tuple[str, str, str]] = set()
     for r in results:
         if r.ok and not r.cases:
@@ -165,24 +165,68 @@ def selftest_table(results: Sequence[Result]) -> Table:
                 t.add_row(*row[:2], "", "0", Text("not run", "yellow"), Text(row[2]))
             refused.add(row)
         else:
-            verdict = Text("equal", "green") if r.ok else Text("WRONG", "red")
+            verdict = Text("within bounds" if r.op == "gemv" else "equal", "green") if r.ok else Text("WRONG", "red")
             t.add_row(r.op, r.variant, r.format, str(r.cases), verdict, Text(r.detail))
     return t
 
 
-def bench_table(report: Report) -> Table:
-    """The floors, then a row for each operation and format."""
+def floor_table(floors: Sequence[bench.Floor]) -> Table:
+    """The floors: bytes that a run moves, time, and the form of the kernel that won."""
+    figures = ("bytes", "median", "GB/s")
+    t = table("floor", *figures, "fastest form", right=figures)
+    for f in floors:
+        t.add_row(f"{f.kind} floor", size(f.nbytes), microseconds(f.median_us), number(f.gb_s), f.how)
+    return t
+
+
+def microseconds(value: float | None, digits: int = 1) -> str:
+    """A time with its unit; empty for none."""
+    return "" if value is None else f"{number(value, digits)} µs"
+
+
+def in_numpy(r: bench.Result) -> tuple[str, str]:
+    """NumPy's time, and how many times as long as ours it is."""
+    if r.reference_us is None or r.median_us is None:
+        return "", ""
+    return microseconds(r.reference_us, 0), f"{r.reference_us / r.median_us:.1f}×"
+
+
+def kv_bench_table(results: Sequence[bench.Result]) -> Table:
+    """A row for each K/V operation and format."""
     figures = ("median", "GB/s", "of copy", "NumPy", "faster")
     t = table("operation", "format", "variant", *figures, "result", right=figures)
-    for name, floor in (("read floor", report.read), ("copy floor", report.copy)):
-        if floor is not None:
-            t.add_row(name, "", "", "", number(floor.gb_s), "")
-    t.add_row()
-    for r in report.results:
+    for r in results:
         if r.median_us is None:
             t.add_row(r.op, r.format, r.variant, *[""] * len(figures), Text(f"WRONG: {r.detail}", "red"))
             continue
-        numpy = (number(r.reference_us, 0) + " µs", f"{r.reference_us / r.median_us:.1f}×") if r.reference_us else ("", "")
-        speed = (number(r.median_us) + " µs", number(r.gb_s), f"{r.of_floor:.1%}")
-        t.add_row(r.op, r.format, r.variant, *speed, *numpy, Text("right", "green"))
+        speed = (microseconds(r.median_us), number(r.gb_s), f"{r.of_floor:.1%}")
+        t.add_row(r.op, r.format, r.variant, *speed, *in_numpy(r), Text("right", "green"))
+    return t
+
+
+def w8a8_bench_table(results: Sequence[bench.Result]) -> Table:
+    """A row for each W8A8 operation, scale layout and number of rows; with torch's times where there are any."""
+    peer = any(r.torch_us is not None for r in results)
+    figures = ("M", "median", "GB/s", "× floor", *(["torch"] if peer else []), "NumPy", "faster")
+    t = table(
+        "operation", "scales", "variant", "shape", *figures, "result", right=figures, whole=("operation", "scales", "shape")
+    )
+    for r in results:
+        what = (r.op, r.format, r.variant, "×".join(map(str, r.shape)), str(r.rows))
+        if r.median_us is None or r.of_floor is None:
+            t.add_row(*what, *[""] * (len(figures) - 1), Text(f"WRONG: {r.detail}", "red"))
+            continue
+        speed = (microseconds(r.median_us), number(r.gb_s), number(1 / r.of_floor, 2))
+        beside = [microseconds(r.torch_us)] if peer else []
+        t.add_row(*what, *speed, *beside, *in_numpy(r), Text("right", "green"))
+    return t
+
+
+def host_table(results: Sequence[bench.Result]) -> Table:
+    """What the host spends on a call, for the operations of which that was measured."""
+    rows = [r for r in results if r.host_us]
+    calls = tuple(dict.fromkeys(call for r in rows for call in r.host_us or {}))
+    t = table("host time of", "scales", "M", *(f"{call}()" for call in calls), right=("M", *(f"{call}()" for call in calls)))
+    for r in rows:
+        t.add_row(r.op, r.format, str(r.rows), *(microseconds((r.host_us or {}).get(call)) for call in calls))
     return t

@@ -111,11 +111,17 @@ def test_probe(run_json, dev):
     for d in found["devices"]:
         assert set(d) == {"platform", "name", "vendor", "driver", "type", "reported", "works", "used"}
         assert all(isinstance(row["ok"], bool) and isinstance(row["reason"], str) for row in d["works"].values())
-        assert set(d["used"]) == {"kv_quantize", "kv_dequantize"}
-    for op, row in mine["used"].items():
-        shape = variants.Blocks(128, 128, 4096 * 8, 2, restore=op == "kv_dequantize")
-        assert row["variant"] == variants.select(variants.KV, dev.capabilities, shape).variant
-        assert row["refused"] == variants.refusals(variants.KV, dev.capabilities, shape)
+    used = {
+        "kv_quantize": (variants.KV, variants.Blocks(128, 128, 4096 * 8, 2)),
+        "kv_dequantize": (variants.KV, variants.Blocks(128, 128, 4096 * 8, 2, restore=True)),
+        "act_quant": (variants.ACT, variants.Blocks(4096, 4096, 1, 2)),
+        "gemv M=1": (variants.GEMV, variants.Product(1, 4096, 4096)),
+        "gemv M=32": (variants.GEMV, variants.Product(32, 4096, 4096)),
+    }
+    assert all(list(d["used"]) == list(used) for d in found["devices"])
+    for op, (table, shape) in used.items():
+        assert mine["used"][op]["variant"] == variants.select(table, dev.capabilities, shape).variant
+        assert mine["used"][op]["refused"] == variants.refusals(table, dev.capabilities, shape)
     assert isinstance(found["notes"], list)
 
 
@@ -133,7 +139,8 @@ def test_probe_for_people(run, dev):
     assert (code, err) == (0, "")
     assert dev.capabilities.reported["name"] in out
     assert max(map(len, out.splitlines())) <= 100
-    for word in ("feature", "reported", "works", "seen", "kv_quantize", "kv_dequantize", "refused", *dev.capabilities.works):
+    ops = ("kv_quantize", "kv_dequantize", "act_quant", "gemv M=1", "gemv M=32")
+    for word in ("feature", "reported", "works", "seen", "refused", *ops, *dev.capabilities.works):
         assert word in out
 
 
@@ -141,8 +148,8 @@ def test_probe_tells_of_a_device_that_runs_nothing(monkeypatch, run_json):
     monkeypatch.setattr(cli, "capabilities", lambda found, fresh: Capabilities(found.reported, {}))
     code, found = run_json("probe")
     assert code == 0
-    assert found["devices"][0]["used"]["kv_quantize"]["variant"] is None
-    assert "base: not probed" in found["devices"][0]["used"]["kv_quantize"]["refused"]["base"]
+    for row in found["devices"][0]["used"].values():
+        assert (row["variant"], row["refused"]["base"]) == (None, "base: not probed")
 
 
 def test_probe_fresh_asks_again(monkeypatch, run, dev):
@@ -296,12 +303,48 @@ def test_failed_run_keeps_the_output(run, tmp_path, monkeypatch):
 def test_selftest(run_json, dev, monkeypatch):
     every = selftest.all_cases
     monkeypatch.setattr(selftest, "all_cases", lambda format: list(every(format))[:2])
+    monkeypatch.setattr(selftest, "all_projections", lambda layout: list(selftest.quick_projections())[:1])
     code, found = run_json("selftest")
     assert code == 0
     assert found["device"] == dev.name
     assert found["ok"] is True
     assert all(list(r) == ["op", "format", "variant", "cases", "ok", "detail"] for r in found["results"])
-    assert {(r["variant"], r["format"]) for r in found["results"]} == {(v.name, f) for v in variants.KV for f in FORMATS}
+    assert [(r["op"], r["format"], r["variant"]) for r in found["results"]] == list(selftest.steps())
+
+
+def test_selftest_counts_its_steps(run, monkeypatch):
+    totals = []
+
+    @contextlib.contextmanager
+    def counted(quiet, total):
+        told = []
+        yield told.append
+        totals.append((total, len(told)))
+
+    monkeypatch.setattr(cli, "steps", counted)
+    monkeypatch.setattr(selftest, "run_one", lambda dev, *what: selftest.Result(*what, 1, True, ""))
+    assert run("selftest")[0] == 0
+    ((total, told),) = totals
+    assert total == told == len(list(selftest.steps()))
+
+
+def test_selftest_for_people(run, monkeypatch):
+    rows = (
+        ("kv", "int8", "row", 3, True, ""),
+        ("act_quant", "per_row", "row", 7, True, ""),
+        ("gemv", "block_128", "mma", 7, True, ""),
+    )
+    monkeypatch.setattr(selftest, "run", results(*rows))
+    code, out, err = run("selftest")
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[1:] == [
+        "operation variant format, scales cases result detail",
+        "kv row int8 3 equal",
+        "act_quant row per_row 7 equal",
+        "gemv mma block_128 7 within bounds",
+        "all as the reference: bytes equal, sums of products within their bounds",
+    ]
 
 
 def results(*rows):
@@ -316,7 +359,8 @@ def test_selftest_that_fails(run, run_json, monkeypatch):
     code, out, _ = run("selftest")
     assert code == 1
     assert "codes: expected 1, got [2] at (0, 1)" in out
-    assert "NOT equal to the reference" in out
+    assert "NOT as the reference" in out
+    assert "all as" not in out
 
 
 def test_selftest_that_runs_nothing_fails(run, monkeypatch):
@@ -333,20 +377,100 @@ def test_selftest_that_runs_nothing_fails(run, monkeypatch):
 
 
 def test_bench(run_json, dev):
-    code, found = run_json("bench", "--shape", "96,64", "--format", "fp8_e5m2", "--seconds", 0, "--op", "kv")
+    code, found = run_json("bench", "--shape", "960,64", "--format", "fp8_e5m2", "--seconds", 0, "--op", "kv")
     assert code == 0
     assert found["device"] == dev.name
-    assert set(found["floor"]) == {"read_gb_s", "copy_gb_s"}
+    copy, read = found["floors"]
+    assert set(copy) == set(read) == {"kind", "nbytes", "median_us", "gb_s", "how"}
+    assert (copy["kind"], read["kind"]) == ("copy", "read")
     assert [r["op"] for r in found["results"]] == ["kv_quantize", "kv_dequantize"]
     for r in found["results"]:
-        assert {"op", "format", "variant", "shape", "median_us", "gb_s", "of_floor", "reference_us", "correct"} <= set(r)
-        assert (r["format"], r["shape"], r["correct"]) == ("fp8_e5m2", [96, 64], True)
-        assert r["of_floor"] == pytest.approx(r["gb_s"] / found["floor"]["copy_gb_s"])
+        assert set(r) == RESULT
+        assert (r["format"], r["shape"], r["correct"]) == ("fp8_e5m2", [960, 64], True)
+        assert r["of_floor"] == pytest.approx(r["gb_s"] / copy["gb_s"])
+        assert r["rows"] is r["host_us"] is r["torch_us"] is None
+
+
+RESULT = {
+    *("op", "format", "variant", "shape", "rows", "floor", "correct", "detail"),
+    *("median_us", "gb_s", "of_floor", "reference_us", "torch_us", "host_us"),
+}
+"""Keys of a result of `bench --json`."""
+
+
+def test_bench_of_projections(run_json, dev):
+    options = ("--op", "gemv,proj", "--shape", "300,256", "--rows", "2,17", "--rows", "1", "--scales", "block_128")
+    code, found = run_json("bench", *options, "--seconds", 0)
+    assert code == 0
+    assert [f["kind"] for f in found["floors"]] == ["read"]
+    assert [(r["op"], r["rows"]) for r in found["results"]] == [(op, m) for op in ("gemv", "proj") for m in (2, 17, 1)]
+    for r in found["results"]:
+        assert set(r) == RESULT
+        assert (r["format"], r["shape"], r["floor"], r["correct"]) == ("block_128", [300, 256], "read", True)
+        shape = variants.Product(r["rows"], 300, 256, "block_128")
+        assert r["variant"] == variants.select(variants.GEMV, dev.capabilities, shape).variant
+        assert r["of_floor"] == pytest.approx(r["gb_s"] / found["floors"][0]["gb_s"])
+        assert (r["host_us"] is None) == (r["op"] == "gemv")
+    assert set(found["results"][-1]["host_us"]) == {"enqueue", "proj"}
+
+
+@pytest.mark.parametrize("shape", ["256", "7,256"])
+def test_bench_of_act_quant(run_json, shape):
+    code, found = run_json("bench", "--op", "act_quant", "--shape", shape, "--rows", 3, "--seconds", 0)
+    assert code == 0
+    ops = [(r["op"], r["format"]) for r in found["results"]]
+    assert ops == [(op, layout) for op in ("act_quant", "act_quant_silu") for layout in ("per_row", "block_128")]
+    assert all((r["shape"], r["rows"], r["floor"]) == ([3, 256], 3, "copy") for r in found["results"])
+
+
+def test_bench_alone_measures_everything(run, monkeypatch):
+    asked = []
+
+    def no_run(dev, spec, ops, *_):
+        asked.append((spec, ops))
+        return bench.Report("x", (), ())
+
+    monkeypatch.setattr(bench, "run", no_run)
+    assert run("bench")[0] == 0
+    assert run("bench", "--variant", "mma")[0] == 0
+    assert run("bench", "--variant", "vector_shuffle", "--format", "int8")[0] == 0
+    spec, ops = asked[0]
+    assert ops == ("kv", "act_quant", "gemv", "proj")
+    assert (spec.weight, spec.rows, spec.scales) == ((8192, 8192), (1, 8, 32), ("per_row", "block_128"))
+    assert [ops for _, ops in asked[1:]] == [("gemv", "proj"), ("kv",)]
+    assert [spec.variant for spec, _ in asked] == [None, "mma", "vector_shuffle"]
+
+
+def test_bench_of_projections_for_people(run, monkeypatch):
+    options = ("bench", "--op", "act_quant,gemv,proj", "--shape", "300,256", "--rows", "1,130", "--seconds", 0)
+    code, out, err = run(*options)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 100
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "operation scales variant shape M median GB/s × floor NumPy faster result" in lines
+    assert "host time of scales M enqueue() proj()" in lines
+    assert any(re.match(r"act_quant_silu block_128 \w+ 130×256 130 [\d.,]+ µs .*× right$", line) for line in lines)
+    assert any(re.match(r"gemv per_row \w+ 300×256 1 [\d.,]+ µs [\d.]+ [\d.]+ [\d,]+ µs [\d.]+× right$", line) for line in lines)
+    assert any(re.match(r"proj per_row 130 [\d.,]+ µs [\d.,]+ µs$", line) for line in lines)
+    assert not any(line.startswith("kv_") for line in lines)
+    assert "torch" not in out
+
+
+def test_bench_beside_torch_for_people(run, monkeypatch):
+    row = bench.Result("gemv", "per_row", "mma", (300, 256), 8, "read", True, "", 20.0, 4.0, 0.8, 100.0, 39.04)
+    report = bench.Report("x", (), (row, bench.Result("gemv", "block_128", "mma", (300, 256), 8, "read", False, "off")))
+    monkeypatch.setattr(bench, "run", lambda *_: report)
+    code, out, _ = run("bench")
+    assert code == 1
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "operation scales variant shape M median GB/s × floor torch NumPy faster result" in lines
+    assert "gemv per_row mma 300×256 8 20.0 µs 4.0 1.25 39.0 µs 100 µs 5.0× right" in lines
+    assert "gemv block_128 mma 300×256 8 WRONG: off" in lines
 
 
 def test_bench_for_people(run):
     options = ("--shape", "7,3,32", "--format", "int8", "--seconds", 0, "--dtype", "float32", "--granularity", "per_tensor")
-    code, out, err = run("bench", *options, "--no-reference", "--variant", "base")
+    code, out, err = run("bench", "--op", "kv", *options, "--no-reference", "--variant", "base")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 100
     for word in (
@@ -365,7 +489,7 @@ def test_bench_for_people(run):
 def test_bench_of_a_wrong_kernel(run, run_json, monkeypatch):
     right = reference.dequantize
     monkeypatch.setattr(reference, "dequantize", lambda *a, **k: right(*a, **k) * -1)
-    options = ("bench", "--shape", "9,64", "--format", "int8", "--seconds", 0)
+    options = ("bench", "--op", "kv", "--shape", "9,64", "--format", "int8", "--seconds", 0)
     code, found = run_json(*options)
     assert code == 1
     assert [r["correct"] for r in found["results"]] == [True, False]
@@ -382,8 +506,10 @@ def test_bench_of_a_wrong_kernel(run, run_json, monkeypatch):
 
 def test_plots(run, tmp_path):
     pytest.importorskip("matplotlib")
-    for command in (("kv", SAMPLE), ("bench", "--shape", "96,64", "--seconds", 0)):
-        path = tmp_path / f"{command[0]}.png"
+    tensors = ("bench", "--op", "kv", "--shape", "96,64", "--seconds", 0)
+    projections = ("bench", "--op", "act_quant,gemv", "--shape", "64,128", "--rows", "1,3", "--seconds", 0)
+    for n, command in enumerate((("kv", SAMPLE), tensors, projections)):
+        path = tmp_path / f"{n}.png"
         code, _, err = run(*command, "--plot", path)
         assert (code, err) == (0, "")
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -421,9 +547,24 @@ def test_plot_to_a_wrong_place(run, monkeypatch, tmp_path):
         (["kv", SAMPLE, "-o", SAMPLE, "--format", "int8"], "expected another file than the one that is read"),
         (["restore", SAMPLE], "Missing option"),
         (["restore", SAMPLE, "-o", "/tmp/b.safetensors", "--dtype", "int8"], "expected float32"),
-        (["bench", "--op", "gemm"], "expected one of kv"),
-        (["bench", "--shape", "12"], "expected ROWS,DIM"),
-        (["bench", "--shape", "12,0"], "expected ROWS,DIM"),
+        (["bench", "--op", "gemm"], "expected one of kv, act_quant, gemv, proj"),
+        (["bench", "--shape", "12,128"], "expected with --op"),
+        (["bench", "--op", "kv", "--shape", "12"], "expected ROWS,DIM"),
+        (["bench", "--op", "kv", "--shape", "12,0"], "expected ROWS,DIM"),
+        (["bench", "--op", "gemv", "--shape", "128"], "expected N,K"),
+        (["bench", "--op", "gemv,proj", "--shape", "12,8,128"], "expected N,K"),
+        (["bench", "--op", "act_quant", "--shape", "12,0"], "expected K or N,K"),
+        (["bench", "--op", "proj", "--shape", "128,100"], "expected K a multiple of 128, got 100"),
+        (["bench", "--rows", "257"], "expected 1 to 256, got '257'"),
+        (["bench", "--rows", "1,x"], "expected 1 to 256, got 'x'"),
+        (["bench", "--scales", "per_head"], "expected one of per_row, block_128, got 'per_head'"),
+        (["bench", "--op", "kv", "--rows", "1"], "expected only with --op act_quant, gemv, proj, got kv"),
+        (["bench", "--op", "kv", "--scales", "per_row"], "expected only with --op act_quant, gemv, proj, got kv"),
+        (["bench", "--op", "gemv", "--format", "int8"], "expected only with --op kv, got gemv"),
+        (["bench", "--op", "gemv", "--granularity", "per_token"], "expected only with --op kv, got gemv"),
+        (["bench", "--op", "gemv", "--group-size", "16"], "expected only with --op kv, got gemv"),
+        (["bench", "--op", "kv", "--variant", "mma"], "expected one of vector_shuffle, vector, row, base, got 'mma'"),
+        (["bench", "--op", "act_quant,gemv", "--variant", "vector_shuffle"], "expected one of vector, row, base, mma, got"),
         (["bench", "--dtype", "float64"], "expected float32"),
         (["bench", "--variant", "fastest"], "expected one of vector_shuffle"),
         (["bench", "--seconds", "-1"], "--seconds"),
@@ -529,4 +670,4 @@ def test_joined_options():
     assert cli.joined(["int8, int4", "int8", "fp8_e5m2,"]) == ("int8", "int4", "fp8_e5m2")
     assert cli.joined(None) == ()
     with contextlib.suppress(SystemExit):
-        assert cli.parse_shape("3, 4,5") == (3, 4, 5)
+        assert cli.parse_shape("3, 4,5", ("kv",)) == (3, 4, 5)
