@@ -11,6 +11,7 @@ import pyclquant as pq
 from pyclquant import device, icd, probe, quirks
 from pyclquant.capabilities import Capabilities, Verdict
 from pyclquant.device import Discovery, Found, candidates, matches, preference
+from pyclquant.variants import ACT, GEMV, KV, Blocks, Product, select
 
 FIXTURE = json.loads((Path(__file__).parent / "devices" / "nvidia-rtx2080ti.json").read_text())
 
@@ -164,3 +165,20 @@ def test_profiling_queues(dev):
     q = pq.kv.quantize(timed, np.ones((4, 64), np.float32), "int8")
     q.events[-1].wait()
     assert q.events[-1].profile.end >= q.events[-1].profile.start
+
+
+def test_a_plan_is_that_of_the_table_and_remembered(dev):
+    shapes = [
+        (KV, Blocks(128, 128, 64, 2)),
+        (KV, Blocks(64, 64, 64, 2)),
+        (ACT, Blocks(128, 128, 64, 2)),
+        (GEMV, Product(3, 64, 128)),
+    ]
+    for table, shape in shapes:
+        for force in (None, "base"):
+            plan = dev.plan(table, shape, force)
+            assert plan == select(table, dev.capabilities, shape, force)
+            assert dev.plan(table, shape, force) is plan
+    for _ in range(2):
+        with pytest.raises(pq.UnsupportedDeviceError, match="got 'fast'"):
+            dev.plan(*shapes[0], "fast")

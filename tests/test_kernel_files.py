@@ -20,7 +20,15 @@ KERNEL_FILES = [name for name in FILES if name.endswith(".cl")]
 
 PARTS = ["Computes", "Layouts", "Launch", "Macros", "Needs", "Reference"]
 OPENCL_NAMES = {"CLK_LOCAL_MEM_FENCE", "CLK_GLOBAL_MEM_FENCE", "NAN", "INFINITY", "MAXFLOAT"}
-COMPLETE = {"WG": 1, "X_TYPE": "F32", "FORMAT": "INT8", "SCALE_TYPE": "F32"}
+COMPLETE = {
+    "WG": 1,
+    "X_TYPE": "F32",
+    "FORMAT": "INT8",
+    "SCALE_TYPE": "F32",
+    "SCALES": "PER_ROW",
+    "TILE_M": 8,
+    "TILE_N": 16,
+}
 """A value for every macro that some file requires."""
 
 
@@ -160,6 +168,11 @@ def test_header_and_code_say_the_same(name):
         ("kv_quantize.cl", "void kv_quantize(", "void quantize(", "quantize: expected a name that begins with kv_quantize"),
         ("kv_quantize.cl", "__attribute__((reqd_work_group_size(WG, 1, 1)))\n", "", "expected reqd_work_group_size"),
         ("kv_quantize.cl", "   codes   [rows", "   bytes   [rows", "array codes is not in Layouts"),
+        ("act_quant.cl", "   SILU  0", "   silu  0", "SILU: used, but not documented"),
+        ("act_quant.cl", "   h       [rows", "   y       [rows", "act_quant_silu_mul: array h is not in Layouts"),
+        ("gemv_w8a8.cl", "   TILE_N  rows", "   tile_n  rows", "TILE_N: required, but not documented"),
+        ("gemv_w8a8_row.cl", "   SCALES  PER_ROW", "   SCALES  BY_ROW", "BY_ROW: a value that is defined nowhere"),
+        ("gemv.h", "    DENORMALS  1", "    denormals  1", "DENORMALS: guarded here, but not documented here"),
         ("common.h", "    ALIGNED  1", "    aligned  1", "ALIGNED: guarded here, but not documented here"),
         ("common.h", "#if HALF &&", "#if HALVES &&", "HALVES: used, but no header documents it"),
         ("vendor.h", "    CONVERT_NV  1", "    CONVERT_AMD  1", "CONVERT_AMD: documented, but nothing uses it"),

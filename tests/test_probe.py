@@ -14,6 +14,7 @@ import pytest
 from pyclquant import BuildError, icd, probe, quirks
 from pyclquant.capabilities import Verdict
 from pyclquant.device import capabilities, discover, report, verdict_key
+from pyclquant.variants import ACT, GEMV, KV
 
 REPORTS = [json.loads(p.read_text()) for p in (Path(__file__).parent / "devices").glob("*.json")]
 
@@ -54,8 +55,20 @@ def test_every_feature_has_a_verdict_with_a_reason(dev):
 
 
 def test_what_every_device_must_do_works(dev):
-    for feature in ("base", "index64", "work_group", "local_memory", "half_load", "kv_base"):
+    for feature in ("base", "index64", "work_group", "local_memory", "half_load", "kv_base", "act_base", "gemv_base"):
         assert dev.capabilities.missing(feature) is None
+
+
+def test_every_variant_has_a_known_answer():
+    """By which the choice moves on where it is wrong."""
+    answers = {row.answer for table in (KV, ACT, GEMV) for row in table}
+    assert answers == {name for name in probe.FEATURES if name.startswith(("kv_", "act_", "gemv_"))}
+
+
+def test_known_answers_come_last():
+    """They are asked with the verdicts that decide the macros."""
+    names = [name.startswith(("kv_", "act_", "gemv_")) for name in probe.FEATURES]
+    assert names == sorted(names)
 
 
 def test_a_real_child_answers_for_one_feature(found):

@@ -1,5 +1,7 @@
 """The specification against its own tables, ml_dtypes and worked examples."""
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -176,3 +178,115 @@ def test_names_of_formats():
         ref.quantize(np.zeros((1, 1), F32), "fp8")
     with pytest.raises(DTypeError, match="x: expected float32, bfloat16, float16, got float64"):
         ref.quantize(np.zeros((1, 1)), "int8")
+
+
+# ---- W8A8 ----
+
+
+def ulps(got, exact):
+    """Distance of float32 from float64, in units of the last place of exact."""
+    exponent = np.maximum(np.frexp(exact)[1], -125)
+    return np.abs(got.astype(np.float64) - exact) / np.exp2(exponent - 24.0)
+
+
+def test_exponential_is_about_within_an_ulp():
+    x = np.concatenate([np.linspace(-30, 88, 2_000_001), np.geomspace(1e-30, 1, 2000), -np.geomspace(1e-30, 1, 2000)]).astype(F32)
+    x = np.concatenate([x, np.array([0.0, -0.0, -30, 88, -29.1, 1, -1, 2.0**-149, np.log(2) / 2], F32)])
+    got = ref.exponential(x)
+    assert got.dtype == F32
+    assert ulps(got, np.exp(x.astype(np.float64))).max() <= 1.05
+
+
+def test_sigmoid_is_within_two_and_a_half_ulps():
+    g = np.concatenate([np.linspace(-87, 100, 2_000_001), np.geomspace(1e-30, 1, 2000), -np.geomspace(1e-30, 1, 2000)]).astype(
+        F32
+    )
+    assert ulps(ref.sigmoid(g), 1 / (1 + np.exp(-g.astype(np.float64)))).max() <= 2.5
+
+
+def test_sigmoid_at_its_edges():
+    """0 where the true value is subnormal, 1 where it rounds to that; NaN gives 1."""
+    g = np.array([-np.inf, -3e38, -88, -87.4, -87.3, 17.4, 88, 3e38, np.inf, np.nan, 0.0, -0.0, 1e-40], F32)
+    got = ref.sigmoid(g)
+    np.testing.assert_array_equal(got[[0, 1, 2, 3]], 0)
+    assert 0 < got[4] < 1.3e-38
+    assert got[4] >= ref.SMALLEST_NORMAL
+    np.testing.assert_array_equal(got[[5, 6, 7, 8, 9]], 1)
+    np.testing.assert_array_equal(got[[10, 11, 12]], 0.5)
+
+
+def test_worked_examples_of_silu():
+    gate = np.array([[0.0, -0.0, 1.0, 100.0, -100.0, np.inf, np.nan, 1.0, 3.0, -80.0]], F32)
+    up = np.array([[5.0, 5.0, 2.0, 3.0, 7.0, -1.0, 1.0, np.nan, 0.0, 1e-6]], F32)
+    h = ref.silu_mul(gate, up)
+    assert h.dtype == ml_dtypes.bfloat16
+    want = [
+        0.0,
+        -0.0,
+        1.4609375,
+        300.0,
+        -0.0,
+        -np.inf,
+        np.nan,
+        np.nan,
+        0.0,
+        -0.0,
+    ]  # 2 / (1 + 1 / e) = 1.46212; -1.4e-33 * 1e-6 is subnormal
+    np.testing.assert_array_equal(h[0].astype(F32), np.array(want, F32))
+    np.testing.assert_array_equal(np.signbit(h[0])[[0, 1, 4, 9]], [False, True, True, True])
+
+
+def test_silu_is_that_of_float64():
+    rng = np.random.default_rng(4)
+    gate, up = (rng.normal(0, 4, (64, 64)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    g, u = gate.astype(np.float64), up.astype(np.float64)
+    np.testing.assert_allclose(ref.silu_mul(gate, up).astype(np.float64), g / (1 + np.exp(-g)) * u, rtol=2.0**-8)
+
+
+def test_worked_example_of_activations_and_weights():
+    """A scale for each row or 128 columns of activations, for each row or 128 x 128 weights counted from the first row."""
+    x = np.zeros((130, 256), F32)
+    x[0, 3], x[0, 130], x[129, 255] = 448, -4480, 44.8
+    codes, scales = ref.act_quant(x, "per_row")
+    np.testing.assert_array_equal(scales, [F32(10)] + [F32(1e-12)] * 128 + [F32(44.8) / F32(448)])
+    assert codes.astype(F32)[[0, 0, 129], [3, 130, 255]].tolist() == [44.0, -448.0, 448.0]  # 44.8 lies between 44 and 48
+    _, scales = ref.act_quant(x, "block_128")
+    np.testing.assert_array_equal(scales[[0, 129]], [[1, 10], [F32(1e-12), F32(44.8) / F32(448)]])
+    codes, scales = ref.quantize_weight(x, "block_128")
+    np.testing.assert_array_equal(scales, [[1, 10], [F32(1e-12), F32(44.8) / F32(448)]])
+    assert codes.astype(F32)[[0, 0, 129], [3, 130, 255]].tolist() == [448.0, -448.0, 448.0]
+    np.testing.assert_array_equal(ref.quantize_weight(x, "per_row")[1], ref.act_quant(x, "per_row")[1])
+
+
+@pytest.mark.parametrize("layout", ["per_row", "block_128"])
+def test_products_are_those_of_integers(layout):
+    """A code is a multiple of 2^-9: sums in int64, then Python's own fractions for the scales."""
+    rng = np.random.default_rng(5)
+    m, k = 3, 384
+    values = ref.float8_values(E4M3).astype(np.float64) * 512
+    integers = np.where(np.isnan(values), 0, values).astype(np.int64)
+    draw = [c for c in range(256) if c & 0x7F != 0x7F]
+    codes = rng.choice(draw, (m, k)).astype(np.uint8)
+    scales = rng.uniform(0.1, 2, (m,) if layout == "per_row" else (m, 3)).astype(F32)
+    segments, exact, magnitude = [], [], []
+    for n in (128, 5):
+        w = rng.choice(draw, (n, k)).astype(np.uint8)
+        w_scales = rng.uniform(0.1, 2, (n,) if layout == "per_row" else (-(-n // 128), 3)).astype(F32)
+        segments.append((w.view(E4M3.codes_dtype), w_scales))
+        for r in range(n):
+            terms = integers[w[r]] * integers[codes]  # [m, k]
+            row = []
+            for i in range(m):
+                chunks = [(0, k)] if layout == "per_row" else [(c * 128, c * 128 + 128) for c in range(3)]
+                sums = [(Fraction(0), Fraction(0))]
+                for c, (a, b) in enumerate(chunks):
+                    pair = (w_scales[r], scales[i]) if layout == "per_row" else (w_scales[r // 128, c], scales[i, c])
+                    factor = Fraction(float(pair[0] * pair[1])) / 2**18
+                    part = terms[i, a:b]
+                    sums.append((int(part.sum()) * factor, int(np.abs(part).sum()) * factor))
+                row.append([float(sum(column)) for column in zip(*sums, strict=True)])
+            exact.append([e for e, _ in row])
+            magnitude.append([g for _, g in row])
+    got = ref.gemv(codes.view(E4M3.codes_dtype), scales, segments, layout)
+    np.testing.assert_allclose(got[0], np.transpose(exact), rtol=1e-14, atol=1e-9)
+    np.testing.assert_allclose(got[1], np.transpose(magnitude), rtol=1e-14)

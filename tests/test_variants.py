@@ -10,11 +10,32 @@ from hypothesis import strategies as st
 
 from pyclquant.capabilities import Capabilities, Verdict
 from pyclquant.errors import UnsupportedDeviceError
-from pyclquant.variants import KV, Blocks, Plan, cannot, division, power_of_two, refusals, select, shuffle, vendor_macros
+from pyclquant.variants import (
+    ACT,
+    GEMV,
+    KV,
+    MMA_TILES,
+    TILES,
+    Blocks,
+    Plan,
+    Product,
+    arithmetic,
+    cannot,
+    division,
+    power_of_two,
+    refusals,
+    register_rows,
+    select,
+    shuffle,
+    tile_rows,
+    vendor_macros,
+)
 
 REPORTS = {p.stem: json.loads(p.read_text()) for p in sorted((Path(__file__).parent / "devices").glob("*.json"))}
 DEVICES = {name: Capabilities.from_report(report) for name, report in REPORTS.items()}
 USUAL = Blocks(dim=128, block=128, blocks=4096, itemsize=2)
+ACTIVATIONS = Blocks(dim=4096, block=4096, blocks=8, itemsize=2)
+PROJECTION = Product(rows=8, n=4096, k=4096)
 
 TAKES = {
     "adreno-650": "vector",
@@ -51,9 +72,22 @@ TAKES = {
 }
 
 
+OF_KV = {"vector_shuffle": "vector"}
+"""What a device takes for W8A8 that takes this for K/V, where it is not the same: no quantizer shuffles."""
+
+GEMV_TAKES = {"mali-g52-partial": "base"}
+"""Its report does not tell of local memory."""
+
+
 def caps_with(device_type="gpu", **works):
     """A device with these features: True, False, or a Verdict."""
-    reported = {"name": "made up", "device_type": device_type, "max_work_group_size": 256, "max_compute_units": 8}
+    reported = {
+        "name": "made up",
+        "device_type": device_type,
+        "max_work_group_size": 256,
+        "max_compute_units": 8,
+        "local_mem_size": 32768,
+    }
     always = {"base": True, "index64": True, **{f"vector{n}": True for n in (2, 4, 8, 16)}}
     verdicts = {f: v if isinstance(v, Verdict) else Verdict(v, f"{f} is {v}") for f, v in {**always, **works}.items()}
     return Capabilities(reported, verdicts)
@@ -100,6 +134,32 @@ def test_the_smallest_of_the_limits_counts():
     assert measured.max_work_group_size == 64
     one_dimension = Capabilities({"max_work_group_size": 2048, "max_work_item_sizes": [128, 1, 1]}, {})
     assert one_dimension.max_work_group_size == 128
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_real_device_takes_for_w8a8_what_suits_it(name):
+    caps = DEVICES[name]
+    act = OF_KV.get(TAKES[name], TAKES[name])
+    for table, shape, takes in ((ACT, ACTIVATIONS, act), (GEMV, PROJECTION, GEMV_TAKES.get(name, act))):
+        refused = refusals(table, caps, shape)
+        assert all(len(reason) > 10 for reason in refused.values()), refused
+        assert next((row.name for row in table if row.name not in refused), None) == takes
+        if takes is None:
+            with pytest.raises(UnsupportedDeviceError, match=r"device: expected one that runs a kernel, got .*base: "):
+                select(table, caps, shape)
+        else:
+            assert select(table, caps, shape).variant == takes
+
+
+@pytest.mark.parametrize("name", [name for name in REPORTS if TAKES[name]])
+@pytest.mark.parametrize("layout", ["per_row", "block_128"])
+def test_rows_do_not_change_the_variant_of_the_gemv(name, layout):
+    """Or the bits of a row would depend on how many others there are; nor do they change how a row is split."""
+    plans = [select(GEMV, DEVICES[name], Product(rows, 4096, 4096, layout)) for rows in range(1, 129)]
+    assert len({(plan.variant, plan.vec, plan.lanes) for plan in plans}) == 1
+    for rows, plan in enumerate(plans, 1):
+        if plan.variant != "base":
+            assert plan.macros["TILE_M"] == register_rows(rows)
 
 
 # ---- select ----
@@ -165,6 +225,47 @@ def test_oclgrind_says_cpu_and_gpu_at_once_and_is_a_cpu():
     assert not DEVICES["intel-arc-a750-partial"].is_cpu  # its type is not known
 
 
+def test_matrix_units_come_first_where_they_give_the_right_products():
+    caps = caps_with(nv_mma=True)
+    assert select(GEMV, caps, PROJECTION).variant == "mma"
+    assert select(GEMV, caps_with(nv_mma=True, gemv_mma=False), PROJECTION).variant == "vector"
+    assert refusals(GEMV, caps_with(nv_mma=False), PROJECTION)["mma"] == "nv_mma: nv_mma is False"
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "gpu"])
+@pytest.mark.parametrize(("table", "op", "shape"), [(ACT, "act", ACTIVATIONS), (GEMV, "gemv", PROJECTION)], ids=["act", "gemv"])
+def test_a_wrong_known_answer_of_w8a8_moves_the_choice_to_the_next_row(device_type, table, op, shape):
+    caps = caps_with(device_type)
+    first = select(table, caps, shape).variant
+    worse = replace(caps, works={**caps.works, f"{op}_{first}": Verdict(False, "at (0, 1)")})
+    assert select(table, worse, shape).variant == "base"
+    assert refusals(table, worse, shape)[first] == f"{op}_{first}: at (0, 1)"
+
+
+@pytest.mark.parametrize(
+    ("reported", "shape", "why"),
+    [
+        ({}, replace(PROJECTION, align=8), "weights at multiples of 8 bytes, 16 are needed"),
+        ({"max_work_group_size": 32}, PROJECTION, "work-groups of 32, 64 are needed"),
+        ({"local_mem_size": None}, PROJECTION, "0 bytes of local memory, 16384 are needed"),
+        ({"local_mem_size": 16383}, PROJECTION, "16383 bytes of local memory, 16384 are needed"),
+    ],
+)
+def test_what_the_vectors_of_the_gemv_need(reported, shape, why):
+    caps = caps_with()
+    less = replace(caps, reported={**caps.reported, **reported})
+    assert refusals(GEMV, caps, PROJECTION).keys() == {"mma", "row"}
+    assert refusals(GEMV, less, shape)["vector"] == why
+    assert select(GEMV, less, shape).variant == "base"
+    assert select(GEMV, replace(less, reported={**less.reported, "device_type": "cpu"}), shape).variant == "row"
+
+
+def test_large_weights_need_64_bit_indices():
+    caps = caps_with(index64=Verdict(False, "wrong bits"))
+    assert select(GEMV, caps, Product(1, 2**20, 2**10)).variant == "vector"
+    assert refusals(GEMV, caps, Product(1, 2**21, 2**10))["base"] == "index64: wrong bits"
+
+
 # ---- the pieces ----
 
 
@@ -204,6 +305,35 @@ def test_missing_names_the_first_feature_that_does_not_work():
 def test_a_verdict_survives_json():
     for verdict in (Verdict(True, "fine"), Verdict(False, "no", 3, "-cl-std=CL3.0"), Verdict(True, "none", 0)):
         assert Verdict.of(json.loads(json.dumps(verdict.json()))) == verdict
+
+
+def test_tiles_hold_their_rows_and_no_more_than_needed():
+    assert [tile_rows(rows) for rows in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128)] == [8, 8, 16, 16, 32, 32, 64, 64, 128, 128]
+    for rows in range(1, 129):
+        smaller = [t for t in TILES if t < tile_rows(rows)]
+        assert rows <= tile_rows(rows)
+        assert all(t < rows for t in smaller)
+
+
+def test_rows_in_registers():
+    assert [register_rows(rows) for rows in (1, 2, 3, 4, 5, 8, 9, 128)] == [1, 2, 4, 4, 8, 8, 8, 8]
+
+
+def test_arithmetic_is_what_works_and_is_fast():
+    """Weights decode with subnormal operands only where the sums keep them."""
+
+    def of(**works):
+        macros = arithmetic(caps_with(**works))
+        return macros["FMA"], macros["DENORMALS"], macros["HALF"]
+
+    assert of() == (0, 0, 0)
+    assert of(fma=True) == (0, 0, 0)
+    assert of(fma=True, fma_speed=False, denormals=True) == (0, 1, 0)
+    assert of(fma=True, fma_speed=True) == (1, 0, 0)
+    assert of(fma=True, fma_speed=True, denormals=True) == (1, 0, 0)
+    assert of(fma=True, fma_speed=True, denormals=True, fma_denormals=True) == (1, 1, 0)
+    assert of(fma=True, fma_speed=True, fma_denormals=True) == (1, 0, 0)
+    assert of(fma=False, fma_speed=True, denormals=True, half_convert=True) == (0, 1, 1)
 
 
 # ---- properties ----
@@ -255,7 +385,7 @@ def tensors(draw):
 
 
 @settings(max_examples=500)
-@given(st.sampled_from(sorted(DEVICES)), st.one_of(st.none(), st.integers(1, 300)), st.sampled_from(KV), tensors())
+@given(st.sampled_from(sorted(DEVICES)), st.one_of(st.none(), st.integers(1, 300)), st.sampled_from(KV + ACT), tensors())
 def test_every_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit, row, blocks):
     """For every device, work-group limit and shape, and every smaller work-group that a built kernel may ask for."""
     caps = DEVICES[name]
@@ -290,3 +420,47 @@ def check_plan(plan, caps, blocks):
     if chunks:
         assert blocks.dim == blocks.block == plan.lanes * plan.vec * chunks
     assert plan.defines() == {"VEC": plan.vec, "LANES": plan.lanes, "WG": plan.wg, **plan.macros}
+
+
+@st.composite
+def products(draw):
+    """As `pyclquant.w8a8` makes them."""
+    layout = draw(st.sampled_from(sorted(MMA_TILES)))
+    return Product(draw(st.integers(1, 128)), draw(st.integers(1, 40000)), 128 * draw(st.integers(1, 200)), layout, draw(powers))
+
+
+@settings(max_examples=500)
+@given(
+    st.sampled_from(sorted(DEVICES)), st.one_of(st.none(), st.integers(1, 300)), st.booleans(), st.sampled_from(GEMV), products()
+)
+def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit, mma, row, product):
+    """The rules of the headers of cl/gemv_w8a8*.cl."""
+    caps = DEVICES[name]
+    if limit is not None:
+        caps = replace(caps, reported={**caps.reported, "max_work_group_size": limit})
+    caps = replace(caps, works={**caps.works, "nv_mma": Verdict(mma, "as drawn")})
+    if cannot(row, caps, product):
+        return
+    plan = row.plan(caps, product)
+    assert plan.variant == row.name
+    assert plan.wg <= caps.max_work_group_size
+    assert plan.wg % plan.lanes == 0
+    tile_m, tile_n = plan.macros["TILE_M"], plan.macros["TILE_N"]
+    assert plan.blocks_per_team == tile_n
+    assert plan.global_size(product.n) // plan.wg * (plan.wg // plan.lanes) * tile_n >= product.n
+    if plan.variant == "mma":
+        assert plan.wg % 32 == 0
+        assert product.rows <= tile_m
+        assert (tile_m % 8, tile_n % 16) == (0, 0)
+        assert plan.wg * tile_n <= 32768  # bytes of local memory
+        return
+    assert 16 % tile_n == 0
+    assert 128 % (4 * plan.vec) == 0
+    if plan.variant == "row":
+        assert plan.wg == 1
+        return
+    assert tile_m <= plan.lanes  # lane m adds up row m
+    assert plan.wg // plan.lanes * (plan.lanes + 1) <= 4 * plan.lanes * plan.vec
+    assert 16 * tile_m * plan.lanes * plan.vec <= (caps.reported["local_mem_size"] or 16384)
+    if plan.macros["ALIGNED"]:
+        assert product.align % (4 * plan.vec) == 0
