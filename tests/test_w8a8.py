@@ -735,10 +735,10 @@ def test_kernels_refuse_what_does_not_exist(dev):
         w8a8.Kernels.none().resolved("per_tensor")
 
 
-@pytest.mark.parametrize(("row", "column"), [(0, 0), (0, 383), (129, 130), (200, 5)])
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (0, 383), (129, 130), (200, 5), (207, 383)])
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_weight_that_is_not_a_number_is_found(dev, act_variant, row, column, code, monkeypatch):
-    """The first of two, in its segment."""
+    """The first of two, in its segment; the last element of all is the second."""
     table = tuple(replace(v, unsuited=never) for v in w8a8.ACT if v.name == act_variant)
     monkeypatch.setattr(w8a8, "ACT", table)
     p = random_product(1, (208, 3), 384, "per_row")
