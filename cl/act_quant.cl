@@ -54,7 +54,7 @@ static vfloat flush(vfloat v)
 }
 
 #if SILU
-/* exp(x) for -30 <= x <= 88, within 1 ulp: x = n ln 2 + r, a Taylor polynomial of r, and n into the exponent. */
+/* exp(x) for -30 <= x <= 88, within 1.02 ulp: x = n ln 2 + r, a Taylor polynomial of r, and n into the exponent. */
 static vfloat exponential(vfloat x)
 {
     const vfloat shifted = x * 0x1.715476p+0f + 0x1.8p23f; /* n in the low bits */

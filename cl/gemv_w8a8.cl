@@ -172,15 +172,22 @@ void gemv_w8a8(__global const uchar *restrict a, ulong a_offset, __global const 
             for (uint m = 0; m < TILE_M; m++)
                 shared[(team * TILE_M + m) * (LANES + 1) + lane] = sum[r][m];
             barrier(CLK_LOCAL_MEM_FENCE);
-            if (active && lane < TILE_M && m0 + lane < rows && row + r < s.rows) {
-                float v = 0.0f;
-                for (uint i = 0; i < LANES; i++)
-                    v += shared[(team * TILE_M + lane) * (LANES + 1) + i];
+            for (uint m = lane; m < TILE_M; m += LANES) {
+                if (!active || m0 + m >= rows || row + r >= s.rows)
+                    continue;
+                __local const float *sums = shared + (team * TILE_M + m) * (LANES + 1);
+                float4 four = (float4)(0.0f); /* shorter chains: less to wait for, and fewer roundings in a row */
+                uint i = 0;
+                for (; i + 4 <= LANES; i += 4)
+                    four += vload4(0, sums + i);
+                float v = (four.x + four.y) + (four.z + four.w);
+                for (; i < LANES; i++)
+                    v += sums[i];
                 v *= RESULT_FACTOR;
 #if SCALES == PER_ROW
-                v *= weight_scale(s, row + r, 0, chunks) * a_scales[m0 + lane];
+                v *= weight_scale(s, row + r, 0, chunks) * a_scales[m0 + m];
 #endif
-                store_output(c + c_offset + (size_t)(m0 + lane) * ldc + start + r, v);
+                store_output(c + c_offset + (size_t)(m0 + m) * ldc + start + r, v);
             }
             barrier(CLK_LOCAL_MEM_FENCE);
         }

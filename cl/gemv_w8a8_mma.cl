@@ -43,6 +43,9 @@
 #ifndef TILE_N
 #error "TILE_N: rows of weights is required"
 #endif
+#if WG % 32
+#error "WG: a multiple of 32 is required"
+#endif
 #ifndef UNROLL
 #define UNROLL 1
 #endif

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from pyclquant import files, kv, w8a8
+from pyclquant import files, kv, testing, w8a8
 from pyclquant.device import Device
 from pyclquant.errors import (
     BuildError,
@@ -32,5 +32,6 @@ __all__ = [
     "__version__",
     "files",
     "kv",
+    "testing",
     "w8a8",
 ]

@@ -68,7 +68,7 @@ class Rotated:
             rows = slice(block * w8a8.CHUNK, min((block + 1) * w8a8.CHUNK, len(self.codes)))
             w_scales = self.scales[rows if self.scale_layout == "per_row" else slice(block, block + 1)]
             exact, magnitude = reference.gemv(codes, scales, [(self.codes[rows], w_scales)], self.scale_layout)
-            wrong = product_mismatch(got[:, rows], exact, magnitude, f"result[:, {rows.start}:{rows.stop}]")
+            wrong = product_mismatch(got[:, rows], exact, magnitude, codes.shape[1], f"result[:, {rows.start}:{rows.stop}]")
             if wrong:
                 return wrong
         return None

@@ -204,6 +204,13 @@ def matrix(rows: int, k: int, dtype: str, seed: int) -> Array:
     return np.where(np.isfinite(wide) & (np.abs(wide) < 1e30), x, np.ones((), x.dtype)).astype(x.dtype)
 
 
+def uneven(n: int, k: int, seed: int) -> Array:
+    """Random weights [n, k] whose blocks of 128 x 128 differ in size, so that no two scales are alike."""
+    factors = np.random.default_rng(seed).uniform(0.01, 0.1, (-(-n // w8a8.CHUNK), k // w8a8.CHUNK)).astype(np.float32)
+    whole: Array = matrix(n, k, "float32", seed) * factors.repeat(w8a8.CHUNK, 0)[:n].repeat(w8a8.CHUNK, 1)
+    return whole
+
+
 def check_quantizers(dev: Device, p: Projection, variant: str | None) -> str | None:
     """All quantizers of W8A8 on one case: None, or the first difference from the reference."""
     x, up = (sample((p.rows, p.k), p.dtype, seed) for seed in (5, 6))
@@ -227,7 +234,7 @@ def check_gemv(dev: Device, p: Projection, variant: str | None) -> str | None:
     """One product against the exact one, each row alone against the same row among the others, and the columns beyond N."""
     layout = p.scale_layout
     codes, scales = reference.act_quant(matrix(p.rows, p.k, p.dtype, 8), layout)
-    segments = [reference.quantize_weight(matrix(n, p.k, "float32", 9 + i) / 7, layout) for i, n in enumerate(p.segments)]
+    segments = [reference.quantize_weight(uneven(n, p.k, 9 + i), layout) for i, n in enumerate(p.segments)]
     exact, magnitude = reference.gemv(codes, scales, segments, layout)
     w = w8a8.Weight(dev, segments)
     acts = w8a8.Activations(cla.to_device(dev.queue, codes), cla.to_device(dev.queue, scales))
@@ -237,7 +244,7 @@ def check_gemv(dev: Device, p: Projection, variant: str | None) -> str | None:
     w8a8.gemv(dev, acts, w, p.dtype, out=whole[:, : w.n], force=variant)
     got = whole.get()
     with np.errstate(over="ignore"):
-        wrong = product_mismatch(got[:, : w.n], exact, magnitude)
+        wrong = product_mismatch(got[:, : w.n], exact, magnitude, p.k)
     if wrong is None and not (got[:, w.n :].view(np.uint8) == 0xA5).all():
         wrong = "columns beyond N were written"
     for row in range(0, p.rows, max(1, p.rows // 3)):

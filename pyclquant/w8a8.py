@@ -22,6 +22,7 @@ from pyclquant.arrays import (
     AnyArray,
     alignment,
     check_array,
+    check_device_array,
     check_matrix,
     expect,
     kernel_arguments,
@@ -391,7 +392,8 @@ def gemv(
     expect_activations(dev, acts, w)
     c = output(dev, int(acts.codes.shape[0]), w, dtype, out)
     check_scratch(dev, scratch)
-    run(dev, gemv_launches(dev, acts, w, c, scratch, force), [*acts, *flat(w)], [c], wait_for)
+    # acts carry the event too: they may be in scratch memory, which must not be overwritten before they are read
+    run(dev, gemv_launches(dev, acts, w, c, scratch, force), flat(w), [c, *acts], wait_for)
     return c
 
 
@@ -616,20 +618,24 @@ def check_weight(dev: Device, w: object) -> None:
 
 
 def check_scratch(dev: Device, scratch: Scratch | None) -> None:
-    """Raises ContextError unless scratch is of this device's context."""
+    """Raises DTypeError or ContextError unless scratch is a Scratch of this device's context."""
+    if scratch is not None and not isinstance(scratch, Scratch):
+        raise DTypeError(f"scratch: expected a Scratch, got {type(scratch).__name__}")
     if scratch is not None and scratch.codes.context != dev.context:
         raise ContextError(f"scratch: expected one of this device's context ({dev.name}), got one of another context")
 
 
 def expect_activations(dev: Device, acts: Activations, w: Weight) -> None:
     """Raises unless acts are what `act_quant` returns for w."""
-    codes = check_array(dev, acts.codes, "acts.codes")
+    if not isinstance(acts, Activations):
+        raise DTypeError(f"acts: expected Activations, got {type(acts).__name__}")
+    codes = check_device_array(dev, acts.codes, "acts.codes")
     rows = int(codes.shape[0]) if codes.ndim else 0
     if not 1 <= rows <= MAX_ROWS:
         raise ShapeError(f"acts.codes: expected 1 to {MAX_ROWS} rows, got shape {tuple(codes.shape)}")
     expect(codes, "acts.codes", (rows, w.k), E4M3)
     shape = (rows,) if w.scale_layout == "per_row" else (rows, w.k // CHUNK)
-    expect(check_array(dev, acts.scales, "acts.scales"), "acts.scales", shape, F32)
+    expect(check_device_array(dev, acts.scales, "acts.scales"), "acts.scales", shape, F32)
 
 
 def output(dev: Device, rows: int, w: Weight, dtype: str, out: cla.Array | None) -> cla.Array:

@@ -17,7 +17,7 @@ def test_the_example_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     printed = [float(word) for word in capsys.readouterr().out.split()]
-    assert printed == pytest.approx([0.516, 0.375], abs=0.001)
+    assert printed == pytest.approx([0.516, 0.375, 0.035], abs=0.003)
 
 
 def test_links_lead_to_files():

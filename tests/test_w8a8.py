@@ -243,7 +243,7 @@ class Exact(NamedTuple):
         """Fails unless `got` is the product of these rows, each element within its bounds."""
         exact = self.product[rows]
         with np.errstate(over="ignore"):
-            assert product_mismatch(got, exact, self.magnitude[rows]) is None
+            assert product_mismatch(got, exact, self.magnitude[rows], self.codes.shape[1]) is None
         assert relative_rms(got, exact) <= 1e-2
         assert cosine(got, exact) >= 0.9999
 
