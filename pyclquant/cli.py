@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import pyclquant
-from pyclquant import bench, evaluate, files, icd, kv, plot, selftest, tables, variants, w8a8
+from pyclquant import bench, convert, evaluate, files, icd, kv, plot, selftest, tables, variants, w8a8
 from pyclquant.arrays import on_host
 from pyclquant.bench_work import Spec, block_options
 from pyclquant.capabilities import Capabilities
@@ -65,6 +66,8 @@ TYPICAL_WEIGHT = (4096, 4096)
 TYPICAL_ROWS = (1, 32)
 """Rows of activations for which it does."""
 ALL_VARIANTS = tuple(dict.fromkeys(v for names in bench.VARIANTS.values() for v in names))
+OTHER_SPELLINGS = {"per-row": "per_row", "block128": "block_128", "block-128": "block_128"}
+"""Of scale layouts."""
 W8A8_OPS = tuple(op for op in bench.OPS if op != "kv")
 """Families of `bench` that --rows and --scales are for."""
 
@@ -368,6 +371,70 @@ def restore(
         print_json({"device": dev.name, "tensors": rows})
     else:
         console().print(f"wrote {len(back)} tensors to {output}", markup=False)
+
+
+@app.command("convert")
+def convert_command(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="config.json, and floats in .safetensors.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="A new name: the FP8 checkpoint appears there when whole.")],
+    scales: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            help="per_row (read by compressed-tensors, vLLM) or block_128 (transformers' fp8, as DeepSeek-V3); "
+            f"also {' and '.join(OTHER_SPELLINGS)}.",
+        ),
+    ],
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help=f"Leave layers with such names in floats, as {', '.join(convert.IGNORED)} are; repeat for more.",
+        ),
+    ] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize the linear layers of a checkpoint to FP8, in the form that other programs read: size and error of each."""
+    with usage("--scales"):
+        layout = w8a8.check_layout(OTHER_SPELLINGS.get(scales, scales))
+    plan = convert.plan(model, output, layout, ignore or ())
+    dev = pick(device, as_json)
+    with ending_in_order(), steps(as_json, len(plan.checkpoint.tensors)) as step:
+        rows = convert.run(dev, plan, step)
+    others = sum(entry.nbytes for entry in plan.checkpoint.tensors.values()) - sum(row.bytes_in for row in rows)
+    if as_json:
+        print_json({"device": dev.name, "scales": layout, "other_bytes": others, "layers": [convert_json(row) for row in rows]})
+        return
+    out = console()
+    out.print(f"{model} on {dev.name}, scales {layout}", style="bold cyan", markup=False)
+    out.print(tables.convert_table(rows, others))
+    out.print("error: root mean square, over that of the weights", markup=False)
+    out.print(f"wrote {output}", markup=False)
+
+
+def convert_json(row: convert.Row) -> dict[str, Any]:
+    """A row of `convert --json`; no error of a layer that stays in floats."""
+    error = row.relative_rms if row.kept is None else None
+    keys = ("name", "shape", "dtype", "bytes_in", "bytes_out", "kept")
+    return {**{key: getattr(row, key) for key in keys}, "relative_rms": error, "sqnr_db": tables.decibel(error)}
+
+
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block as an exception does, so that it cleans up; unless somebody else minds them."""
+
+    def end(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    mine = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+    for s in mine:
+        signal.signal(s, end)
+    try:
+        yield
+    finally:
+        for s in mine:
+            signal.signal(s, signal.SIG_DFL)
 
 
 @app.command("selftest")

@@ -1,4 +1,4 @@
-"""K/V tensors in files: reading floats one tensor at a time, writing and reading quantized tensors.
+"""Tensors in files: reading floats one tensor at a time, writing and reading quantized K/V tensors.
 
 Read are .safetensors, .npy and .npz; written is .safetensors alone. A quantized tensor `name` is stored as
 `name.codes`, `name.scales` and, for int4, `name.mins`; what else is needed to read them back is one JSON
@@ -6,17 +6,20 @@ string in the file's metadata under the key "pyclquant":
 
     {"version": 1, "tensors": {name: {"format", "granularity", "group_size", "shape", "dtype"}}}
 
-A file is written beside its place and then renamed, so a failed write leaves what was there. Nothing is unpickled.
+A file is written beside its place and then renamed, so a failed write leaves what was there. Nothing is unpickled. What is larger
+than memory is written tensor by tensor (`stream_tensors`), into a folder that appears when it is whole (`new_folder`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
+import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,28 +54,43 @@ SAFETENSORS_DTYPES: dict[str, np.dtype[Any]] = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
-"""Of K/V tensors and codes. safetensors' own NumPy reader knows no FP8, and bfloat16 only in late versions."""
+"""Of tensors and codes. safetensors' own NumPy reader knows no FP8, and bfloat16 only in late versions."""
+
+STORED_AS = {dtype.name: stored for stored, dtype in SAFETENSORS_DTYPES.items()}
+"""NumPy's name of a dtype -> the format's."""
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What NumPy, zipfile and json raise for a file that is damaged or is something else."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in a file. dtype: NumPy's name of it.  load: reads it, C-contiguous and in native byte order."""
+class TensorSpec:
+    """A tensor without its data. dtype: NumPy's name of it, safetensors' own where NumPy has none.  nbytes: of the data."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    nbytes: int
+
+    @staticmethod
+    def of(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> TensorSpec:
+        """From a NumPy dtype."""
+        return TensorSpec(name, shape, dtype.name, math.prod(shape) * dtype.itemsize)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype} {list(self.shape)})"
+
+
+@dataclass(frozen=True)
+class Entry(TensorSpec):
+    """A tensor in a file. load: reads it, C-contiguous and in native byte order; its bytes when NumPy has no such dtype."""
+
     load: Callable[[], Array]
 
     @property
     def is_float(self) -> bool:
         """Whether it can be quantized: float32, float16 or bfloat16 with at least one axis."""
         return self.dtype in FLOAT_DTYPES and len(self.shape) > 0
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.dtype} {list(self.shape)})"
 
 
 @dataclass(frozen=True)
@@ -187,10 +205,11 @@ def safetensors_entries(path: Path) -> tuple[list[Entry], dict[str, str]]:
     entries = []
     for name, row in header.items():
         shape = tuple(row["shape"])
-        known = row["dtype"] in SAFETENSORS_DTYPES
-        dtype = SAFETENSORS_DTYPES.get(row["dtype"], np.dtype(np.uint8))
-        load = partial(mapped, path, 8 + size + row["data_offsets"][0], dtype, shape)
-        entries.append(Entry(name, shape, dtype.name if known else row["dtype"], load))
+        begin, end = row["data_offsets"]
+        dtype = SAFETENSORS_DTYPES.get(row["dtype"])
+        as_array = (np.dtype(np.uint8), (end - begin,)) if dtype is None else (dtype, shape)
+        load = partial(mapped, path, 8 + size + begin, *as_array)
+        entries.append(Entry(name, shape, row["dtype"] if dtype is None else dtype.name, end - begin, load))
     return entries, metadata
 
 
@@ -213,7 +232,8 @@ def npy_entries(path: Path) -> list[Entry]:
     """The one tensor of a .npy file, called as the file is."""
     with path.open("rb") as file:
         shape, order, dtype = npy_header(file, path.stat().st_size)
-        return [Entry(path.stem, shape, dtype.name, partial(mapped, path, file.tell(), dtype, shape, order))]
+        nbytes = math.prod(shape) * dtype.itemsize
+        return [Entry(path.stem, shape, dtype.name, nbytes, partial(mapped, path, file.tell(), dtype, shape, order))]
 
 
 def npz_entries(path: Path) -> list[Entry]:
@@ -230,7 +250,8 @@ def npz_entries(path: Path) -> list[Entry]:
             if info.filename.endswith(".npy"):
                 with archive.open(info) as stream:
                     shape, _, dtype = npy_header(stream, info.file_size)
-                entries.append(Entry(info.filename.removesuffix(".npy"), shape, dtype.name, partial(load, info.filename)))
+                name, nbytes = info.filename.removesuffix(".npy"), math.prod(shape) * dtype.itemsize
+                entries.append(Entry(name, shape, dtype.name, nbytes, partial(load, info.filename)))
     return entries
 
 
@@ -372,3 +393,71 @@ def save_quantized(
         }
     head = json.dumps({"version": VERSION, "tensors": rows})
     save_tensors(path, arrays, {**(metadata or {}), KEY: head})
+
+
+# ---- writing what is larger than memory ----
+
+
+@contextmanager
+def new_folder(path: AnyPath) -> Iterator[Path]:
+    """A folder beside `path` to fill; it becomes `path` when the block ends well, and is removed whatever else ends it.
+
+    Raises FileError when `path` exists, and for whatever the system says against writing.
+    """
+    place = check_new_folder(path)
+    beside = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+    try:
+        beside.mkdir()
+        yield beside
+        beside.rename(place)
+    except OSError as error:
+        of = f" ({Path(error.filename).name})" if error.filename else ""
+        raise FileError(f"{path}: expected to write a folder, got: {error.strerror or error}{of}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def check_new_folder(path: AnyPath) -> Path:
+    """The place that `path` means. Raises FileError when no folder can be made there, be it that something is there."""
+    place = Path(os.path.realpath(path))
+    if place.exists() or Path(path).is_symlink():
+        raise FileError(f"{path}: expected a new name, got one that exists")
+    if not place.parent.is_dir():
+        raise FileError(f"{path}: expected a name in a folder that exists, {place.parent} is none")
+    if not os.access(place.parent, os.W_OK | os.X_OK):
+        raise FileError(f"{path}: expected a folder that can be written to, {place.parent} cannot")
+    return place
+
+
+@contextmanager
+def stream_tensors(
+    path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str]
+) -> Iterator[Callable[[str, Array], None]]:
+    """Write a .safetensors file piece by piece, each in its place: the function given takes a name and an array.
+
+    Every tensor of `specs` must be given whole, in one array or in several that follow one another; tensors in any order. What
+    raises in the block, OSError for one, leaves a part of the file behind: for use within `new_folder`.
+    """
+    places: dict[str, slice] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for spec in sorted(specs, key=lambda s: (-(s.nbytes // max(math.prod(s.shape), 1)), s.name)):  # wide elements first: aligned
+        begin, end = end, end + spec.nbytes
+        places[spec.name] = slice(begin, end)
+        dtype = STORED_AS.get(spec.dtype, spec.dtype)
+        header[spec.name] = {"dtype": dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        start = file.tell()
+
+        def put(name: str, a: Array) -> None:
+            place = places[name]
+            data = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
+            places[name] = slice(place.start + data.nbytes, place.stop)
+            file.seek(start + place.start)
+            file.write(data.data)
+
+        yield put
+        assert all(place.start == place.stop for place in places.values()), "tensors that are not whole"

@@ -11,6 +11,8 @@ from rich.text import Text
 
 from pyclquant import bench
 from pyclquant.capabilities import Capabilities
+from pyclquant.convert import Row as ConvertedRow
+from pyclquant.convert import relative_rms
 from pyclquant.device import Found
 from pyclquant.evaluate import Row
 from pyclquant.selftest import Result
@@ -149,6 +151,48 @@ def kv_table(rows: Sequence[Row]) -> Table:
 def ratio(before: int, after: int) -> str:
     """How many times smaller."""
     return f"{before / after:.2f}" if after else "-"
+
+
+# ---- convert ----
+
+
+def convert_table(rows: Sequence[ConvertedRow], others: int) -> Table:
+    """A row for each layer, then totals. others: bytes of the tensors that are no layers."""
+    figures = ("before", "after", "ratio", "error", "SQNR dB")
+    t = table("layer", "shape", *figures, "note", right=figures, whole=("shape",))
+
+    def add(name: str, what: str, before: int, after: int, of: Sequence[ConvertedRow], note: str = "", style: str = "") -> None:
+        error = relative_rms(of) if of else None
+        figures = (size(before), size(after), ratio(before, after), percent(error), number(decibel(error)))
+        t.add_row(Text(name), what, *figures, Text(note), style=style)
+
+    for row in rows:
+        note = "" if row.kept is None else f"in floats, as {row.kept}"
+        mine = [row] if row.kept is None else []
+        add(row.name, "×".join(map(str, row.shape)), row.bytes_in, row.bytes_out, mine, note)
+    quantized = [row for row in rows if row.kept is None]
+    parts = (
+        ("quantized", quantized, 0),
+        ("in floats", [row for row in rows if row.kept is not None], others),
+        ("all", rows, others),
+    )
+    t.add_row()
+    for name, part, more in parts:
+        before, after = (sum(sizes) + more for sizes in ([row.bytes_in for row in part], [row.bytes_out for row in part]))
+        add(name, f"{len(part)} layer{'s' * (len(part) != 1)}", before, after, part if part is quantized else [], style="bold")
+    return t
+
+
+def percent(share: float | None) -> str:
+    """A share in hundredths; `-` for none."""
+    return "-" if share is None else f"{share:.2%}"
+
+
+def decibel(error: float | None) -> float | None:
+    """Signal-to-noise ratio of a relative error; inf for no error."""
+    if error is None:
+        return None
+    return -20 * math.log10(error) if error else math.inf
 
 
 # ---- selftest and bench ----

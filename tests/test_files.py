@@ -381,3 +381,99 @@ def test_unaligned_safetensors(tmp_path):
     got = read(tmp_path / "k.safetensors")
     assert got["k"].flags.aligned
     same(got, {"k": x})
+
+
+# ---- tensor by tensor ----
+
+
+def test_streamed_tensors_are_as_any_others(tmp_path):
+    """Whatever the order in which they come; each where its elements are aligned."""
+    rng = np.random.default_rng(1)
+    tensors = {
+        "codes": rng.integers(0, 127, (3, 5), np.uint8).view(ml_dtypes.float8_e4m3fn),
+        "bytes": np.arange(7, dtype=np.uint8),
+        "scales": values((3, 1)),
+        "scalar": np.full((), 2.5, np.float32),
+        "none": np.empty((0, 4), np.float16),
+        "x\u00e9": values((2, 3), "bfloat16").T,
+    }
+    path = tmp_path / "s.safetensors"
+    with files.stream_tensors(
+        path, [files.TensorSpec.of(n, a.shape, a.dtype) for n, a in tensors.items()], {"format": "pt"}
+    ) as put:
+        put("codes", tensors["codes"][:1])
+        for name in reversed(tensors):
+            put(name, tensors[name] if name != "codes" else tensors[name][1:])
+    entries, metadata = files.safetensors_entries(path)
+    assert metadata == {"format": "pt"}
+    assert {e.name: e.nbytes for e in entries} == {name: a.nbytes for name, a in tensors.items()}
+    for entry in entries:
+        assert mismatch(entry.load(), np.ascontiguousarray(tensors[entry.name]).reshape(entry.shape)) is None
+    header = json.loads(path.read_bytes()[8 : 8 + int.from_bytes(path.read_bytes()[:8], "little")])
+    data = path.stat().st_size - sum(a.nbytes for a in tensors.values())
+    assert [n for n, a in tensors.items() if (data + header[n]["data_offsets"][0]) % a.dtype.itemsize] == []
+    with safetensors.safe_open(path, framework="np") as file:
+        assert mismatch(file.get_tensor("scales"), tensors["scales"]) is None
+
+
+def test_tensors_without_a_dtype_in_numpy_are_bytes(tmp_path):
+    path = tmp_path / "s.safetensors"
+    spec = files.TensorSpec("n", (3,), "I64", 24)
+    with files.stream_tensors(path, [spec], {}) as put:
+        put("n", np.arange(24, dtype=np.uint8))
+    (entry,), _ = files.safetensors_entries(path)
+    assert (entry.name, entry.shape, entry.dtype, entry.nbytes) == ("n", (3,), "I64", 24)
+    assert mismatch(entry.load(), np.arange(24, dtype=np.uint8)) is None
+    with safetensors.safe_open(path, framework="np") as file:
+        assert file.get_tensor("n").dtype == np.int64
+
+
+def test_new_folder(tmp_path):
+    with files.new_folder(tmp_path / "new") as folder:
+        (folder / "a").write_text("a")
+        assert not (tmp_path / "new").exists()
+    assert names(tmp_path) == ["new"]
+    assert names(tmp_path / "new") == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            FileError,
+            "new: expected to write a folder, got: No space left on device$",
+        ),
+        (OSError(errno.EACCES, "Permission denied", "/a/b"), FileError, r"got: Permission denied \(b\)"),
+        (FileError("as it is"), FileError, "^as it is$"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+    ],
+)
+def test_new_folder_that_fails_is_gone(tmp_path, error, becomes, message):
+    def fill():
+        with files.new_folder(tmp_path / "new") as folder:
+            (folder / "b").mkdir()
+            (folder / "b" / "a").write_text("a")
+            raise error
+
+    with pytest.raises(becomes, match=message):
+        fill()
+    assert names(tmp_path) == []
+
+
+def test_new_folder_in_no_place(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, message in (
+        ("file", "expected a new name, got one that exists"),
+        ("link", "expected a new name, got one that exists"),
+        ("missing/new", "expected a name in a folder that exists"),
+        ("file/new", "expected a name in a folder that exists"),
+    ):
+        with pytest.raises(FileError, match=message), files.new_folder(tmp_path / name):
+            pass
+    with (
+        pytest.raises(FileError, match=r"expected (to write a folder|a folder that can be written to)"),
+        files.new_folder("/proc/new"),
+    ):
+        pass
