@@ -381,7 +381,7 @@ def convert_command(
         str,
         typer.Option(
             metavar="LAYOUT",
-            help="per_row (read by compressed-tensors, vLLM) or block_128 (transformers' fp8, as DeepSeek-V3); "
+            help="per_row (as compressed-tensors has it) or block_128 (as transformers' fp8 and DeepSeek-V3); "
             f"also {' and '.join(OTHER_SPELLINGS)}.",
         ),
     ],
