@@ -20,7 +20,8 @@
 
 3. Launch
    gemv_w8a8_row_stage: local size 1, global size ceil(rows / TILE_M) * k / (4 VEC).
-   gemv_w8a8_row: local size 1, global size ceil(n / TILE_N).  No local memory.
+   gemv_w8a8_row: local size 1, global size ceil(n / rows_per_item).  rows_per_item, a multiple of TILE_N, is how many rows of
+   weights a work-item takes one after the other.  No local memory.
 
 4. Macros
    SCALES  PER_ROW | BLOCK_128
@@ -45,6 +46,13 @@
 #error "TILE_N: rows of weights is required"
 #endif
 #define STEP (4 * VEC) /* columns in VEC words */
+#if VEC == 8
+#define SHORTS 16
+#elif VEC == 4
+#define SHORTS 8
+#elif VEC == 2
+#define SHORTS 4
+#endif
 #define STAGED_STEP (STEP * TILE_M)
 
 typedef struct __attribute__((packed)) { vuint v; } packed_words_t;
@@ -71,6 +79,27 @@ void gemv_w8a8_row_stage(__global const uchar *restrict a, ulong a_offset, __glo
     }
 }
 
+#if DENORMALS && VEC >= 2
+/* The 16-bit halves of each word, shifted to the right, their signs kept. */
+static vuint shift_halves(vuint words)
+{
+#if VEC == 16 /* there is no short32 */
+    return (uint16)(as_uint8(as_short16(words.lo) >> (short)4), as_uint8(as_short16(words.hi) >> (short)4));
+#else
+    return as_v(uint)(CAT(as_short, SHORTS)(words) >> (short)4);
+#endif
+}
+
+/* As weights(), with fewer shifts: two bytes at a time. */
+static vfloat row_weights(vuint words, uint j)
+{
+    const vuint moved = shift_halves(j % 2 ? words : words << 8);
+    return as_v(float)((j < 2 ? moved << 16 : moved) & 0x87f00000u);
+}
+#else
+#define row_weights weights
+#endif
+
 static float lane_sum(vfloat v)
 {
 #if VEC == 16
@@ -92,21 +121,11 @@ static float lane_sum(vfloat v)
 #endif
 }
 
-__kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
-void gemv_w8a8_row(__global const float *restrict staged, ulong staged_offset,
-                   __global const float *restrict a_scales, ulong a_scales_offset,
-                   __global const uchar *restrict w0, ulong w0_offset, __global const float *restrict s0, ulong s0_offset,
-                   __global const uchar *restrict w1, ulong w1_offset, __global const float *restrict s1, ulong s1_offset,
-                   __global const uchar *restrict w2, ulong w2_offset, __global const float *restrict s2, ulong s2_offset,
-                   __global x_t *restrict c, ulong c_offset, uint rows, uint n, uint k, uint ldc, uint n1, uint n2)
+/* Rows start..start + TILE_N of the output, of segment s, for all activation rows.  a_scales: from its offset on. */
+static void walk_rows(__global const float *restrict staged, __global const float *restrict a_scales, segment_t s, uint start,
+                      __global x_t *restrict c, uint rows, uint k, uint ldc)
 {
     const uint chunks = k / CHUNK;
-    const uint start = (uint)get_global_id(0) * TILE_N;
-    if (start >= n)
-        return;
-    const segment_t s = start < n1   ? segment(w0, w0_offset, s0, s0_offset, 0, n1)
-                        : start < n2 ? segment(w1, w1_offset, s1, s1_offset, n1, n2)
-                                     : segment(w2, w2_offset, s2, s2_offset, n2, n);
     const uint row = start - s.start;
     __global const uchar *walk[TILE_N];
 #pragma unroll
@@ -114,7 +133,7 @@ void gemv_w8a8_row(__global const float *restrict staged, ulong staged_offset,
         walk[r] = s.codes + (size_t)min(row + r, s.rows - 1) * k;
 
     for (uint m0 = 0; m0 < rows; m0 += TILE_M) {
-        __global const float *a = staged + staged_offset + (size_t)m0 * k;
+        __global const float *a = staged + (size_t)m0 * k;
         vfloat sum[TILE_N][TILE_M];
 #pragma unroll
         for (uint r = 0; r < TILE_N; r++)
@@ -143,7 +162,7 @@ void gemv_w8a8_row(__global const float *restrict staged, ulong staged_offset,
                     vfloat w[TILE_N];
 #pragma unroll
                     for (uint r = 0; r < TILE_N; r++)
-                        w[r] = weights(words[r], j);
+                        w[r] = row_weights(words[r], j);
 #pragma unroll
                     for (uint m = 0; m < TILE_M; m++) {
                         const vfloat x = *(__global const vfloat *)(a + (size_t)column * TILE_M + (j * TILE_M + m) * VEC);
@@ -157,7 +176,7 @@ void gemv_w8a8_row(__global const float *restrict staged, ulong staged_offset,
             const float w_scale = weight_scale(s, row, chunk, chunks);
 #pragma unroll
             for (uint m = 0; m < TILE_M; m++) {
-                const float scale = w_scale * a_scales[a_scales_offset + (size_t)min(m0 + m, rows - 1) * chunks + chunk];
+                const float scale = w_scale * a_scales[(size_t)min(m0 + m, rows - 1) * chunks + chunk];
 #pragma unroll
                 for (uint r = 0; r < TILE_N; r++)
                     sum[r][m] = multiply_add(sum[r][m], (vfloat)(scale), whole[r][m]);
@@ -171,9 +190,28 @@ void gemv_w8a8_row(__global const float *restrict staged, ulong staged_offset,
                 if (m0 + m < rows && row + r < s.rows) {
                     float v = lane_sum(sum[r][m]) * RESULT_FACTOR;
 #if SCALES == PER_ROW
-                    v *= weight_scale(s, row + r, 0, chunks) * a_scales[a_scales_offset + m0 + m];
+                    v *= weight_scale(s, row + r, 0, chunks) * a_scales[m0 + m];
 #endif
-                    store_output(c + c_offset + (size_t)(m0 + m) * ldc + start + r, v);
+                    store_output(c + (size_t)(m0 + m) * ldc + start + r, v);
                 }
+    }
+}
+
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+void gemv_w8a8_row(__global const float *restrict staged, ulong staged_offset,
+                   __global const float *restrict a_scales, ulong a_scales_offset,
+                   __global const uchar *restrict w0, ulong w0_offset, __global const float *restrict s0, ulong s0_offset,
+                   __global const uchar *restrict w1, ulong w1_offset, __global const float *restrict s1, ulong s1_offset,
+                   __global const uchar *restrict w2, ulong w2_offset, __global const float *restrict s2, ulong s2_offset,
+                   __global x_t *restrict c, ulong c_offset, uint rows, uint n, uint k, uint ldc, uint n1, uint n2,
+                   uint rows_per_item)
+{
+    const size_t first_row = get_global_id(0) * rows_per_item;
+    const size_t end = min((size_t)n, first_row + rows_per_item);
+    for (size_t start = first_row; start < end; start += TILE_N) {
+        const segment_t s = start < n1   ? segment(w0, w0_offset, s0, s0_offset, 0, n1)
+                            : start < n2 ? segment(w1, w1_offset, s1, s1_offset, n1, n2)
+                                         : segment(w2, w2_offset, s2, s2_offset, n2, n);
+        walk_rows(staged + staged_offset, a_scales + a_scales_offset, s, (uint)start, c + c_offset, rows, k, ldc);
     }
 }

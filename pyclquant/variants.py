@@ -332,7 +332,11 @@ def plan_gemv_row(caps: Capabilities, p: Product) -> Plan:
     vec = max((n for n in (2, 4, 8, 16) if caps.ok(f"vector{n}")), default=1)
     tile_m = register_rows(p.rows)
     tile_n = {1: 8, 2: 8, 4: 4, 8: 2}[tile_m]
-    return Plan("row", vec, 1, 1, tile_n, {"TILE_M": tile_m, "TILE_N": tile_n, **arithmetic(caps)})
+    items = 16 * int(
+        caps.reported.get("max_compute_units") or 1
+    )  # a few for each core: PoCL 3.1 takes half a microsecond for one
+    rows = tile_n * max(1, -(-p.n // (tile_n * items)))
+    return Plan("row", vec, 1, 1, rows, {"TILE_M": tile_m, "TILE_N": tile_n, **arithmetic(caps)})
 
 
 MMA_TILES = {

@@ -417,6 +417,8 @@ def gemv_launches(
             a, stage = staged(dev, a, plan, layout, scratch)
             launches.append(stage)
         sizes = [np.uint32(v) for v in (count, w.n, w.k, pitch, n1, n2)]
+        if plan.variant == "row":
+            sizes.append(np.uint32(plan.blocks_per_team))
         arguments = [*kernel_arguments(a, a_scales, *weights, target), *sizes]
         name = FILES[plan.variant]
         launches.append(Launch(f"{name}.cl", name, plan, layout, arguments, w.n))
