@@ -19,7 +19,7 @@
    k is a multiple of 128; n1 and n2 - n1 of TILE_N, BLOCK_128: of 128.
 
 3. Launch
-   gemv_w8a8_row_stage: local size 1, global size ceil(rows / TILE_M) * k / (4 VEC).
+   gemv_w8a8_row_stage: local size 1, global size ceil(steps / steps_per_item), steps = ceil(rows / TILE_M) * k / (4 VEC).
    gemv_w8a8_row: local size 1, global size ceil(n / rows_per_item).  rows_per_item, a multiple of TILE_N, is how many rows of
    weights a work-item takes one after the other.  No local memory.
 
@@ -64,18 +64,22 @@ static vuint load_words(__global const uchar *p)
 
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
 void gemv_w8a8_row_stage(__global const uchar *restrict a, ulong a_offset, __global float *restrict staged, ulong staged_offset,
-                         uint rows, uint k)
+                         uint rows, uint k, uint steps_per_item)
 {
-    const size_t number = get_global_id(0);
     const uint steps = k / STEP;
-    const uint row = (uint)(number / steps) * TILE_M;
-    const size_t column = number % steps * STEP;
-    __global float *to = staged + staged_offset + number * STAGED_STEP;
-    for (uint m = 0; m < TILE_M; m++) {
-        const vuint words = row + m < rows ? load_words(a + a_offset + (size_t)(row + m) * k + column) : (vuint)(0u);
+    const size_t all = (size_t)((rows + TILE_M - 1) / TILE_M) * steps;
+    const size_t first_step = get_global_id(0) * steps_per_item;
+    const size_t end = min(all, first_step + steps_per_item);
+    for (size_t number = first_step; number < end; number++) {
+        const uint row = (uint)(number / steps) * TILE_M;
+        const size_t column = number % steps * STEP;
+        __global float *to = staged + staged_offset + number * STAGED_STEP;
+        for (uint m = 0; m < TILE_M; m++) {
+            const vuint words = row + m < rows ? load_words(a + a_offset + (size_t)(row + m) * k + column) : (vuint)(0u);
 #pragma unroll
-        for (uint j = 0; j < 4; j++)
-            *(__global vfloat *)(to + (j * TILE_M + m) * VEC) = activations(words, j);
+            for (uint j = 0; j < 4; j++)
+                *(__global vfloat *)(to + (j * TILE_M + m) * VEC) = activations(words, j);
+        }
     }
 }
 

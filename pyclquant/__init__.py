@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from pyclquant import files, kv, testing, w8a8
+from pyclquant import checkpoint, convert, files, kv, testing, w8a8
 from pyclquant.device import Device
 from pyclquant.errors import (
     BuildError,
@@ -30,6 +30,8 @@ __all__ = [
     "ShapeError",
     "UnsupportedDeviceError",
     "__version__",
+    "checkpoint",
+    "convert",
     "files",
     "kv",
     "testing",

@@ -11,7 +11,7 @@ for each 128 x 128 block of weights and each 128 columns of a row of activations
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from pyclquant.device import Device
 from pyclquant.errors import ContextError, DTypeError, PyclquantError, ShapeError
 from pyclquant.formats import EPS, FLOAT_DTYPES, FLOAT_MACROS, FORMATS, check_eps, float_dtype
 from pyclquant.program import Bound, Launch
-from pyclquant.variants import ACT, GEMV, TILES, Blocks, Macros, Plan, Product
+from pyclquant.variants import ACT, GEMV, TILES, Blocks, Macros, Plan, Product, row_items
 
 Events = Sequence[cl.Event] | None
 
@@ -433,10 +433,11 @@ def staged(dev: Device, codes: cla.Array, plan: Plan, layout: Macros, scratch: S
     size = groups * tile_m * k
     room = scratch.staged if scratch is not None and scratch.staged is not None and scratch.staged.size >= size else None
     decoded = room if room is not None else cla.empty(dev.queue, size, F32)
-    steps = k // (4 * plan.vec)
-    arguments = [*kernel_arguments(codes, decoded), np.uint32(rows), np.uint32(k)]
+    steps = groups * (k // (4 * plan.vec))
+    each = -(-steps // row_items(dev.capabilities, 4))
+    arguments = [*kernel_arguments(codes, decoded), *(np.uint32(v) for v in (rows, k, each))]
     return decoded, Launch(
-        "gemv_w8a8_row.cl", "gemv_w8a8_row_stage", plan, layout, arguments, groups * steps * plan.blocks_per_team
+        "gemv_w8a8_row.cl", "gemv_w8a8_row_stage", replace(plan, blocks_per_team=each), layout, arguments, steps
     )
 
 
