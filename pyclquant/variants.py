@@ -356,11 +356,11 @@ More rows of weights make more of each activation that is loaded, until the sums
 
 
 def plan_gemv_mma(caps: Capabilities, p: Product) -> Plan:
-    """A work-group of 8 warps, which split K; the narrowest tile of weights where others would leave compute units idle."""
+    """A work-group of 8 warps, which split K; the narrowest tile of weights where others leave a quarter of the device idle."""
     wg = min(256, 1 << (caps.max_work_group_size.bit_length() - 1))
     tile_m = tile_rows(p.rows)
     tile_n, unroll = MMA_TILES[p.scale_layout][tile_m]
-    if -(-p.n // tile_n) < int(caps.reported.get("max_compute_units") or 1):
+    if -(-p.n // tile_n) < 0.75 * int(caps.reported.get("max_compute_units") or 1):
         tile_n = 16
     macros: Macros = {"TILE_M": tile_m, "TILE_N": tile_n, "UNROLL": unroll, "MMA_NV": 1, "HALF": int(caps.ok("half_convert"))}
     return Plan("mma", 1, wg, wg, tile_n, macros)
