@@ -24,6 +24,8 @@
 
 4. Macros
    SILU  0 (default) | 1
+   CHUNKS  n: tile_rows == 1 and tile_columns <= LANES * VEC * n, each lane keeps its n vectors in registers, so that none is
+           loaded and no h computed twice; 0 (default): any tile
    X_TYPE WG VEC LANES ALIGNED DIVIDE HALF CONVERT_NV SHUFFLE  see common.h, vendor.h
 
 5. Needs
@@ -42,6 +44,9 @@
 
 #ifndef SILU
 #define SILU 0
+#endif
+#ifndef CHUNKS
+#define CHUNKS 0
 #endif
 
 /* ---- elements ---- */
@@ -127,6 +132,19 @@ static uint2 magnitudes(vuint finite, vuint all)
     return m;
 }
 
+/* Takes the magnitudes of v into the largest ones, of the finite elements and of all. */
+static void extend(vfloat v, vuint *finite, vuint *all)
+{
+    const vuint m = as_v(uint)(v) & 0x7fffffffu;
+    *all = max(*all, m);
+    *finite = max(*finite, m < 0x7f800000u ? m : (vuint)(0u));
+}
+
+static vuchar quotient_code(vfloat v, divisor_t d, bool plain)
+{
+    return plain ? encode(divide(v, d, true), true) : encode(divide(v, d, false), false);
+}
+
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
 void act_quant(__global const x_t *restrict x, ulong x_offset,
 #if SILU
@@ -150,26 +168,41 @@ void act_quant(__global const x_t *restrict x, ulong x_offset,
         const size_t number = first_tile + i;
         const bool active = number < tiles;
         const tile_t t = tile_span(active ? number : 0, rows, dim, ldx, tile_rows, tile_columns);
+#if !CHUNKS
         const uint tile_height = active ? t.rows : 0;
-
+#endif
         vuint finite = (vuint)(0u), all = (vuint)(0u);
+#if CHUNKS
+        vfloat held[CHUNKS];
+#pragma unroll
+        for (uint c = 0; c < CHUNKS; c++) {
+            const uint k = (c * LANES + lane) * VEC;
+            held[c] = active && k < tile_columns ? elements(x, up, t.x + k) : (vfloat)(0.0f);
+            extend(held[c], &finite, &all);
+        }
+#else
         for (uint row = 0; row < tile_height; row++)
-            for (uint k = lane * VEC; k < tile_columns; k += LANES * VEC) {
-                const vuint m = as_v(uint)(elements(x, up, t.x + row * (size_t)ldx + k)) & 0x7fffffffu;
-                all = max(all, m);
-                finite = max(finite, m < 0x7f800000u ? m : (vuint)(0u));
-            }
+            for (uint k = lane * VEC; k < tile_columns; k += LANES * VEC)
+                extend(elements(x, up, t.x + row * (size_t)ldx + k), &finite, &all);
+#endif
         const uint2 largest = team_max(magnitudes(finite, all), scratch);
         const float scale = max(divide_one(as_float(largest.x), divisor(LARGEST)), eps);
         const divisor_t d = divisor(scale);
         const bool plain = largest.y < 0x7f800000u && is_plain(scale);
 
+#if CHUNKS
+#pragma unroll
+        for (uint c = 0; c < CHUNKS; c++) {
+            const uint k = (c * LANES + lane) * VEC;
+            if (active && k < tile_columns)
+                store_bytes(codes + t.codes + k, quotient_code(held[c], d, plain));
+        }
+#else
         for (uint row = 0; row < tile_height; row++)
-            for (uint k = lane * VEC; k < tile_columns; k += LANES * VEC) {
-                const vfloat v = elements(x, up, t.x + row * (size_t)ldx + k);
-                const vuchar c = plain ? encode(divide(v, d, true), true) : encode(divide(v, d, false), false);
-                store_bytes(codes + t.codes + row * (size_t)dim + k, c);
-            }
+            for (uint k = lane * VEC; k < tile_columns; k += LANES * VEC)
+                store_bytes(codes + t.codes + row * (size_t)dim + k,
+                            quotient_code(elements(x, up, t.x + row * (size_t)ldx + k), d, plain));
+#endif
         if (active && lane == 0)
             scales[number] = scale;
     }

@@ -195,7 +195,7 @@ class Device:
         self.queue = queue
         self.context: cl.Context = queue.context
         self.capabilities = caps
-        self.programs = Programs(self.context, queue.device)
+        self.programs = Programs(queue)
         self._plans: dict[object, Plan] = {}
 
     def plan(self, table: tuple[Variant[S], ...], shape: S, force: str | None = None) -> Plan:

@@ -146,9 +146,9 @@ def quantize(
         events = [cl.enqueue_fill_buffer(dev.queue, amax[0], np.uint32(0), 0, 4, wait_for=events)]
         arguments = [*kernel_arguments(source), *amax, *view.counts(plan)]
         launch = Launch("kv_quantize.cl", "kv_quantize_amax", plan, macros, arguments, view.blocks)
-        events = [dev.programs.launch(dev.queue, launch, events)]
+        events = [dev.programs.launch(launch, events)]
     arguments = [*kernel_arguments(source, *written), *amax, *view.counts(plan), np.float32(eps)]
-    event = dev.programs.launch(dev.queue, Launch("kv_quantize.cl", "kv_quantize", plan, macros, arguments, view.blocks), events)
+    event = dev.programs.launch(Launch("kv_quantize.cl", "kv_quantize", plan, macros, arguments, view.blocks), events)
     for array in written:
         array.add_event(event)
     return result
@@ -192,7 +192,7 @@ def dequantize(
     events = [*(wait_for or ()), *(e for a in (y, *read) for e in a.events)]
     arguments = [*kernel_arguments(y, *read), *view.counts(plan)]
     launch = Launch("kv_dequantize.cl", "kv_dequantize", plan, macros, arguments, view.blocks)
-    y.add_event(dev.programs.launch(dev.queue, launch, events))
+    y.add_event(dev.programs.launch(launch, events))
     return y
 
 

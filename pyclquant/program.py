@@ -93,13 +93,17 @@ class Bound:
 
 
 class Programs:
-    """The kernels of one context and device. A kernel object holds its arguments, so whoever sets and
+    """The kernels of the context and device of a queue. A kernel object holds its arguments, so whoever sets and
     enqueues one holds `lock` meanwhile.
+
+    in_order: whether commands of the queue run one after the other by themselves.
     """
 
-    def __init__(self, context: cl.Context, device: cl.Device) -> None:
-        self.context = context
-        self.device = device
+    def __init__(self, queue: cl.CommandQueue) -> None:
+        self.queue = queue
+        self.context: cl.Context = queue.context
+        self.device: cl.Device = queue.device
+        self.in_order = not queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE
         self.lock = threading.RLock()
         self._programs: dict[object, cl.Program] = {}  # with Intel's CPU runtime 2026.2 a kernel does not keep its own alive
         self._kernels: dict[object, cl.Kernel] = {}
@@ -137,13 +141,15 @@ class Programs:
                 self._fitting[key] = kernel, plan, launch.plan  # which is kept alive, and with it its id
             return self._fitting[key][:2]
 
-    def launch(self, queue: cl.CommandQueue, launch: Launch, wait_for: Sequence[cl.Event]) -> cl.Event:
-        """Build a launch if need be, and enqueue it."""
+    def launch(self, launch: Launch, wait_for: Sequence[cl.Event]) -> cl.Event:
+        """Build a launch if need be, and enqueue it; a queue that runs in order waits for its own events anyway."""
+        if self.in_order:
+            wait_for = [event for event in wait_for if event.command_queue != self.queue]
         with self.lock:
             kernel, plan = self.fitting(launch)
             kernel.set_args(*launch.arguments)
             size = (plan.global_size(launch.blocks),)
-            return cl.enqueue_nd_range_kernel(queue, kernel, size, (plan.wg,), wait_for=list(wait_for))
+            return cl.enqueue_nd_range_kernel(self.queue, kernel, size, (plan.wg,), wait_for=list(wait_for) or None)
 
     def bind(self, launch: Launch) -> Bound:
         """Build a launch if need be, and set its arguments on a kernel object of its own."""

@@ -24,7 +24,7 @@ class Blocks:
 
     dim, block, blocks: as in `cl/kv_quantize.cl`.  itemsize: bytes of a float-side element.
     codes_per_byte: 2 for int4.  align: a power of two that divides every element offset.
-    restore: dequantize, not quantize.
+    restore: dequantize, not quantize.  rows: that share a scale (of weights).
     """
 
     dim: int
@@ -34,6 +34,7 @@ class Blocks:
     codes_per_byte: int = 1
     align: int = 1 << 20
     restore: bool = False
+    rows: int = 1
 
     @property
     def whole(self) -> bool:
@@ -272,18 +273,34 @@ KV: tuple[Variant[Blocks], ...] = (
 # ---- W8A8 ----
 
 
+def held_chunks(caps: Capabilities, blocks: Blocks, vec: int, lanes: int) -> int:
+    """Vectors of a tile that a lane holds between finding the scale and dividing by it; 0 when they are too many.
+
+    An Intel GPU has 64 registers a lane in sub-groups of 16: its compiler spills with two.
+    """
+    chunks = -(-blocks.block // (vec * lanes))
+    return chunks if blocks.rows == 1 and chunks <= (1 if caps.ok("subgroup_size") and not caps.is_cpu else 16) else 0
+
+
 def plan_tiles(caps: Capabilities, blocks: Blocks) -> Plan:
     """Aligned vectors; a whole work-group for a long row, since a decode step has few of them."""
     vec = gpu_vec(blocks)
     wg = min(256, 1 << (caps.max_work_group_size.bit_length() - 1))
     divide, options = division(caps)
     lanes = min(wg, power_of_two(-(-blocks.block // vec)))
-    return Plan("vector", vec, lanes, wg, 1, {"ALIGNED": 1, **divide, **vendor_macros(caps)}, options)
+    macros: Macros = {"ALIGNED": 1, "CHUNKS": held_chunks(caps, blocks, vec, lanes), **divide, **vendor_macros(caps)}
+    return Plan("vector", vec, lanes, wg, 1, macros, options)
+
+
+def plan_act_row(caps: Capabilities, blocks: Blocks) -> Plan:
+    """As for K/V; short tiles are held."""
+    plan = plan_row(caps, blocks)
+    return replace(plan, macros={**plan.macros, "CHUNKS": held_chunks(caps, blocks, plan.vec, 1)})
 
 
 ACT: tuple[Variant[Blocks], ...] = (
     Variant("vector", "act_vector", unsupported_vector, unsuited_to_cpu, plan_tiles),
-    Variant("row", "act_row", unsupported_row, unsuited_to_gpu, plan_row),
+    Variant("row", "act_row", unsupported_row, unsuited_to_gpu, plan_act_row),
     Variant("base", "act_base", unsupported_base, never, plan_base),
 )
 """Quantize activations and weights; check weights."""

@@ -158,7 +158,7 @@ def check_codes(dev: Device, codes: cla.Array, name: str) -> None:
     first = cla.to_device(dev.queue, np.full(1, 0xFFFFFFFF, np.uint32))
     arguments = [*kernel_arguments(codes), first.base_data, np.uint32(n), np.uint64(k), np.uint32(plan.blocks_per_team)]
     launch = Launch("weight_check.cl", "weight_check", plan, {"X_TYPE": "BF16"}, arguments, n)
-    first.add_event(dev.programs.launch(dev.queue, launch, codes.events))
+    first.add_event(dev.programs.launch(launch, codes.events))
     row = int(first.get()[0])
     if row < n:
         bad = (on_host(codes[row]).view(np.uint8) & 0x7F) == 0x7F
@@ -333,7 +333,8 @@ class Tiles:
         pitch = x.strides[0] // x.dtype.itemsize if n > 1 else k
         tiles = -(-n // self.rows) * (k // self.columns)
         align = alignment(*((a, 1) for a in (*inputs, codes))) | pitch
-        plan = dev.plan(ACT, Blocks(k, self.columns, tiles, x.dtype.itemsize, align=align & -align), force)
+        blocks = Blocks(k, self.columns, tiles, x.dtype.itemsize, align=align & -align, rows=self.rows)
+        plan = dev.plan(ACT, blocks, force)
         macros: Macros = {"SILU": len(inputs) - 1, "X_TYPE": FLOAT_MACROS[float_dtype(x.dtype)]}
         sizes = [np.uint64(v) for v in (tiles, n, k, pitch)]
         return plan, macros, [*sizes, np.uint32(self.rows), np.uint32(self.columns), np.uint32(plan.blocks_per_team)]
@@ -498,7 +499,7 @@ class Prepared:
         self.queue = dev.queue
         self.out = out
         self._bound = tuple(bound)
-        self._in_order = not dev.queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE
+        self._in_order = dev.programs.in_order
 
     def enqueue(self, wait_for: Events = None) -> cl.Event:
         """Enqueue the launches; the event of the last. Array events are neither waited for nor added: pass wait_for."""
@@ -673,6 +674,6 @@ def run(
     arrays = [a for a in (*read, *written) if isinstance(a, cla.Array)]
     events = [*(wait_for or ()), *(e for a in arrays for e in a.events)]
     for launch in launches:
-        events = [dev.programs.launch(dev.queue, launch, events)]
+        events = [dev.programs.launch(launch, events)]
     for a in written:
         a.events[:] = events  # the last one waits for all that were there

@@ -395,14 +395,14 @@ def test_every_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit, row,
         return
     plan = row.plan(caps, blocks)
     assert plan.variant == row.name
-    check_plan(plan, caps, blocks)
+    check_plan(row, plan, caps, blocks)
     while plan.wg > 1:
         plan = plan.halved()
-        check_plan(plan, caps, blocks)
+        check_plan(row, plan, caps, blocks)
 
 
-def check_plan(plan, caps, blocks):
-    """The rules of the headers of cl/common.h and cl/kv_quantize.cl."""
+def check_plan(row, plan, caps, blocks):
+    """The rules of the headers of cl/common.h, cl/kv_quantize.cl and cl/act_quant.cl."""
     assert plan.vec in (1, 2, 4, 8, 16)
     assert plan.wg % plan.lanes == 0
     assert plan.wg <= caps.max_work_group_size
@@ -417,7 +417,10 @@ def check_plan(plan, caps, blocks):
         assert plan.lanes & (plan.lanes - 1) == 0
         assert plan.lanes <= (plan.macros.get("SUBGROUP_SIZE") or 32)
     chunks = plan.macros.get("CHUNKS")
-    if chunks:
+    if chunks and row in ACT:
+        assert blocks.rows == 1
+        assert blocks.block <= plan.lanes * plan.vec * chunks
+    elif chunks:
         assert blocks.dim == blocks.block == plan.lanes * plan.vec * chunks
     assert plan.defines() == {"VEC": plan.vec, "LANES": plan.lanes, "WG": plan.wg, **plan.macros}
 

@@ -46,6 +46,9 @@ SHAPE = (4096, 8, 128)
 K = 4096
 """Rows and columns of the weight."""
 
+LONG_K = 17408
+"""Columns of the longest activations: the most vectors that a lane holds."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -239,8 +242,8 @@ def act_builds(target: Target, caps: Capabilities) -> Iterator[Build | str]:
     """Builds of the W8A8 quantizers, and of the search for NaN among weights."""
     for variant in ACT:
         refused = ""
-        for x_type, columns in product(FLOAT_DTYPES, (K, CHUNK)):
-            blocks = Blocks(K, columns, 32 * K // columns, FLOAT_DTYPES[x_type].itemsize)
+        for x_type, (k, columns) in product(FLOAT_DTYPES, ((K, K), (K, CHUNK), (LONG_K, LONG_K))):
+            blocks = Blocks(k, columns, 32 * k // columns, FLOAT_DTYPES[x_type].itemsize)
             refused = refusals(ACT, caps, blocks).get(variant.name, "")
             if refused:
                 break
