@@ -62,10 +62,13 @@ def copying(nbytes: int) -> Plain:
 def seconds_of(dev: Device, enqueue: Enqueue, seconds: float, most: int = 200) -> float:
     """Median seconds of a run: on a GPU of the kernel, on a CPU driver from enqueue to finish.
 
-    A GPU's queue must have profiling enabled.
+    A GPU's queue must have profiling enabled. Raises UnsupportedDeviceError when its events tell no time.
     """
     if not dev.capabilities.is_cpu:
-        return median_device_seconds(enqueue, seconds, most=most)
+        found = median_device_seconds(enqueue, seconds, most=most)
+        if found < 5e-9:
+            raise UnsupportedDeviceError(f"events: expected the time that a kernel takes, got {found * 1e9:g} ns on {dev.name}")
+        return found
 
     def finished(i: int) -> None:
         enqueue(i)

@@ -142,14 +142,12 @@ class Programs:
             return self._fitting[key][:2]
 
     def launch(self, launch: Launch, wait_for: Sequence[cl.Event]) -> cl.Event:
-        """Build a launch if need be, and enqueue it; a queue that runs in order waits for its own events anyway."""
-        if self.in_order:
-            wait_for = [event for event in wait_for if event.command_queue != self.queue]
+        """Build a launch if need be, and enqueue it."""
         with self.lock:
             kernel, plan = self.fitting(launch)
             kernel.set_args(*launch.arguments)
             size = (plan.global_size(launch.blocks),)
-            return cl.enqueue_nd_range_kernel(self.queue, kernel, size, (plan.wg,), wait_for=list(wait_for) or None)
+            return cl.enqueue_nd_range_kernel(self.queue, kernel, size, (plan.wg,), wait_for=list(wait_for))
 
     def bind(self, launch: Launch) -> Bound:
         """Build a launch if need be, and set its arguments on a kernel object of its own."""

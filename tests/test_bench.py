@@ -260,7 +260,11 @@ def test_projections_are_timed_by_events_on_a_gpu(timed, monkeypatch):
     right = floor.span
     monkeypatch.setattr(bench_w8a8, "span", lambda *a: spans.append(right(*a)) or spans[-1])
     gpu = Device(timed.queue, Capabilities(timed.capabilities.reported | {"device_type": "gpu"}, timed.capabilities.works))
-    report = bench.run(gpu, replace(PROJECTION, rows=(3,)), ["gemv"], seconds=0.0)
+    try:
+        report = bench.run(gpu, replace(PROJECTION, rows=(3,)), ["gemv"], seconds=0.0)
+    except UnsupportedDeviceError as error:  # rusticl 22.3 on llvmpipe: a nanosecond, whatever was run
+        assert "rusticl" in timed.name
+        pytest.skip(str(error))
     assert report.correct
     assert not spans
     report = bench.run(gpu, replace(PROJECTION, rows=(129,)), ["gemv", "proj"], seconds=0.0)
