@@ -276,10 +276,11 @@ KV: tuple[Variant[Blocks], ...] = (
 def held_chunks(caps: Capabilities, blocks: Blocks, vec: int, lanes: int) -> int:
     """Vectors of a tile that a lane holds between finding the scale and dividing by it; 0 when they are too many.
 
-    An Intel GPU has 64 registers a lane in sub-groups of 16: its compiler spills with two.
+    An Intel GPU has 64 registers a lane in sub-groups of 16: its compiler spills with two. AMD's spills with nine on gfx90a.
     """
     chunks = -(-blocks.block // (vec * lanes))
-    return chunks if blocks.rows == 1 and chunks <= (1 if caps.ok("subgroup_size") and not caps.is_cpu else 16) else 0
+    most = 16 if caps.is_cpu or caps.ok("shuffle_nv") else 1 if caps.ok("subgroup_size") else 8
+    return chunks if blocks.rows == 1 and chunks <= most else 0
 
 
 def plan_tiles(caps: Capabilities, blocks: Blocks) -> Plan:
