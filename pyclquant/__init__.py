@@ -12,6 +12,7 @@ from pyclquant.errors import (
     NoDeviceError,
     PyclquantError,
     ShapeError,
+    TunedError,
     UnsupportedDeviceError,
 )
 from pyclquant.kv import Quantized
@@ -28,6 +29,7 @@ __all__ = [
     "PyclquantError",
     "Quantized",
     "ShapeError",
+    "TunedError",
     "UnsupportedDeviceError",
     "__version__",
     "checkpoint",

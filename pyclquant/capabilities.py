@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+Entries = Mapping[str, Mapping[str, Mapping[str, int]]]
+"""Launch parameters: op/variant -> size class -> parameter -> value, see `pyclquant.tuned`."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -32,10 +35,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """reported: the driver's words, keys as in `tests/devices/*.json`.  works: feature -> verdict."""
+    """reported: the driver's words, keys as in `tests/devices/*.json`.  works: feature -> verdict.
+
+    tuned: (source, launch parameters) that win over those shipped, the first over the others.
+    """
 
     reported: Mapping[str, Any]
     works: Mapping[str, Verdict]
+    tuned: tuple[tuple[str, Entries], ...] = ()
 
     def ok(self, feature: str) -> bool:
         """Whether a feature was seen to work."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyopencl as cl
 
-from pyclquant import icd, probe, quirks
+from pyclquant import icd, probe, quirks, tuned
 from pyclquant.capabilities import Capabilities, Verdict
 from pyclquant.errors import NoDeviceError
 from pyclquant.program import CL_DIR, Programs
@@ -71,6 +71,11 @@ def sub_group_sizes(device: Any) -> list[int]:
     return [int(n) for n in device.get_info(0x4108)]
 
 
+def compute_capability(device: Any) -> str:
+    """NVIDIA's, such as 9.0."""
+    return f"{device.compute_capability_major_nv}.{device.compute_capability_minor_nv}"
+
+
 def report(device: cl.Device) -> dict[str, Any]:
     """What the driver says of a device, with the keys of `tests/devices/*.json`. Unknown is None."""
     bits = ask(lambda: device.type) or 0
@@ -107,6 +112,7 @@ def report(device: cl.Device) -> dict[str, Any]:
             "address_bits": ask(lambda: device.address_bits),
             "local_mem_type": {1: "Local", 2: "Global"}.get(local_type),
             "host_unified_memory": ask(lambda: bool(device.host_unified_memory)),
+            "compute_capability": ask(lambda: compute_capability(device)),
         },
     }
 
@@ -182,7 +188,7 @@ def capabilities(found: Found, fresh: bool = False) -> Capabilities:
     if works is None:
         works = probe.run(found.platform_index, found.device_index, found.reported)
         icd.write_cache(path, {"device": found.label, "works": {n: v.json() for n, v in works.items()}})
-    return Capabilities(found.reported, quirks.apply(found.reported, works))
+    return Capabilities(found.reported, quirks.apply(found.reported, works), tuned.user_layers(found.reported))
 
 
 class Device:

@@ -21,6 +21,10 @@ class FileError(PyclquantError, ValueError):
     """A file cannot be read as tensors, or cannot be written."""
 
 
+class TunedError(PyclquantError, ValueError):
+    """A file of launch parameters holds what no kernel takes; the message names file and key."""
+
+
 class NoDeviceError(PyclquantError, RuntimeError):
     """No OpenCL device matches; the message tells what was searched and what to install."""
 

@@ -3,6 +3,7 @@
 A variant is a point (VEC, LANES, reduction) of one kernel body, see `cl/common.h`. Each row of a table
 says when it cannot run and when it can but should not; `select()` takes the first row that neither
 excludes. What the probe prints and what a launch uses come from the same call. A new variant is a row.
+The sizes of its launch that change no bit of a result are parameters of `pyclquant.tuned`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
+from pyclquant import tuned
 from pyclquant.capabilities import Capabilities
 from pyclquant.errors import UnsupportedDeviceError
 
@@ -49,7 +51,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a kernel over blocks is launched. vec, lanes, wg: macros of `cl/common.h`."""
+    """How a kernel over blocks is launched. vec, lanes, wg: macros of `cl/common.h`.  tuned: where its parameters are from."""
 
     variant: str
     vec: int
@@ -58,6 +60,7 @@ class Plan:
     blocks_per_team: int
     macros: Mapping[str, str | int]
     options: tuple[str, ...] = ()
+    tuned: str = ""
 
     def defines(self) -> Macros:
         """Macros of the build."""
@@ -91,6 +94,9 @@ class Product:
 
 
 S = TypeVar("S", Blocks, Product)
+
+Find = Callable[[Capabilities, Blocks, str], tuned.Tuned]
+"""Launch parameters of a variant of an operation over blocks."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +154,30 @@ def vendor_macros(caps: Capabilities) -> Macros:
     return {"HALF": int(caps.ok("half_convert")), "CONVERT_NV": int(caps.ok("nv_convert"))}
 
 
-def plan_base(caps: Capabilities, blocks: Blocks) -> Plan:
+def work_group(caps: Capabilities, most: int) -> int:
+    """The largest power of two up to `most` that the device takes as a work-group."""
+    return min(most, 1 << (caps.max_work_group_size.bit_length() - 1))
+
+
+def kv_tuned(caps: Capabilities, blocks: Blocks, variant: str) -> tuned.Tuned:
+    """Launch parameters of a K/V kernel."""
+    op = "kv_dequantize" if blocks.restore else "kv_quantize"
+    return tuned.find(caps, f"{op}/{variant}", "int4" if blocks.codes_per_byte == 2 else tuned.ANY)
+
+
+def act_tuned(caps: Capabilities, blocks: Blocks, variant: str) -> tuned.Tuned:
+    """Launch parameters of a W8A8 quantizer."""
+    return tuned.find(caps, f"act_quant/{variant}", "block_128" if blocks.block == 128 else tuned.ANY)
+
+
+def plan_base(caps: Capabilities, blocks: Blocks, find: Find = kv_tuned) -> Plan:
     """One element a work-item (int4: one byte); a work-group reduces in local memory."""
+    how = find(caps, blocks, "base")
     vec = blocks.codes_per_byte
-    wg = min(64, 1 << (caps.max_work_group_size.bit_length() - 1))
+    wg = work_group(caps, how["wg"])
     lanes = min(wg, power_of_two(-(-blocks.block // vec)))
     divide, options = division(caps)
-    return Plan("base", vec, lanes, wg, 1, {"ALIGNED": 0, **divide}, options)
+    return Plan("base", vec, lanes, wg, 1, {"ALIGNED": 0, **divide}, options, how.source)
 
 
 def gpu_vec(blocks: Blocks) -> int:
@@ -162,39 +185,33 @@ def gpu_vec(blocks: Blocks) -> int:
     return blocks.vec(16 // blocks.itemsize, blocks.align)
 
 
-def held_vectors(caps: Capabilities, blocks: Blocks) -> tuple[int, bool]:
-    """How many vectors of a block a lane of a GPU takes, and whether it may hold them all at once.
+def plan_vector(caps: Capabilities, blocks: Blocks, shuffled: bool = False) -> Plan:
+    """Aligned vectors; teams reduce in local memory, or inside a sub-group by lane shuffles.
 
-    Each is a load in flight, and the work of finding a scale is shared by as many times more elements.
+    Each vector that a lane takes is a load in flight, and the work of finding a scale is shared by as many times more elements.
     Measured on an H200, [1048576, 128] bfloat16, of the copy floor, with 1, 2, 4 vectors a lane:
     quantize fp8 0.67, 0.87, 0.96, int8 0.67, 0.90, 0.97; dequantize fp8 0.93, 0.94, 0.53. Dequantize int4
     (group 64) reaches 0.89 as a loop over 2 vectors; held, its narrow loads reach 0.67.
     An Intel GPU has 64 registers a lane in sub-groups of 16: with 4 vectors of 8 its compiler spills.
     """
-    if blocks.restore:
-        return 2, blocks.codes_per_byte == 1
-    return (2 if caps.ok("subgroup_size") else 4), True
-
-
-def plan_vector(caps: Capabilities, blocks: Blocks, shuffled: bool = False) -> Plan:
-    """Aligned vectors; teams reduce in local memory, or inside a sub-group by lane shuffles."""
+    variant = "vector_shuffle" if shuffled else "vector"
+    how = kv_tuned(caps, blocks, variant)
     vec = gpu_vec(blocks)
-    wg = min(128, 1 << (caps.max_work_group_size.bit_length() - 1))
+    wg = work_group(caps, how["wg"])
     divide, options = division(caps)
     macros: Macros = {"ALIGNED": 1, **divide, **vendor_macros(caps)}
-    most_lanes = min(64, wg)
+    most_lanes = min(how["lanes"], wg)
     if shuffled:
         found = shuffle(caps)
         assert found is not None, "unsupported_shuffle refuses this"
         macros.update(found[0])
-        most_lanes = min(wg, found[1])
+        most_lanes = min(most_lanes, found[1])
         options += tuple(found[2].split())
     vectors = -(-blocks.block // vec)
-    share, held = held_vectors(caps, blocks)
-    lanes = min(most_lanes, power_of_two(-(-vectors // share)))
+    lanes = min(most_lanes, power_of_two(-(-vectors // how["vectors"])))
     chunks, rest = divmod(vectors, lanes)
-    macros["CHUNKS"] = chunks if held and blocks.whole and rest == 0 and chunks <= share else 0
-    return Plan("vector_shuffle" if shuffled else "vector", vec, lanes, wg, 1, macros, options)
+    macros["CHUNKS"] = chunks if how["held"] and blocks.whole and rest == 0 and chunks <= how["vectors"] else 0
+    return Plan(variant, vec, lanes, wg, 1, macros, options, how.source)
 
 
 def row_vec(caps: Capabilities, blocks: Blocks) -> int:
@@ -208,11 +225,13 @@ def row_items(caps: Capabilities, each: int) -> int:
     return each * int(caps.reported.get("max_compute_units") or 1)
 
 
-def plan_row(caps: Capabilities, blocks: Blocks) -> Plan:
+def plan_row(caps: Capabilities, blocks: Blocks, find: Find = kv_tuned) -> Plan:
     """One work-item walks whole rows; a few work-items for each core, so that all finish together."""
+    how = find(caps, blocks, "row")
     divide, options = division(caps)
     macros: Macros = {"ALIGNED": 0, **divide}
-    return Plan("row", row_vec(caps, blocks), 1, 1, max(1, -(-blocks.blocks // row_items(caps, 16))), macros, options)
+    each = max(1, -(-blocks.blocks // row_items(caps, how["items"])))
+    return Plan("row", row_vec(caps, blocks), 1, 1, each, macros, options, how.source)
 
 
 def unsupported_base(caps: Capabilities, blocks: Blocks) -> str | None:
@@ -273,36 +292,38 @@ KV: tuple[Variant[Blocks], ...] = (
 # ---- W8A8 ----
 
 
-def held_chunks(caps: Capabilities, blocks: Blocks, vec: int, lanes: int) -> int:
-    """Vectors of a tile that a lane holds between finding the scale and dividing by it; 0 when they are too many.
+def held_chunks(blocks: Blocks, vec: int, lanes: int, most: int) -> int:
+    """Vectors of a tile that a lane holds between finding the scale and dividing by it; 0 when they are more than `most`.
 
     An Intel GPU has 64 registers a lane in sub-groups of 16: its compiler spills with two. AMD's spills with nine on gfx90a.
     """
     chunks = -(-blocks.block // (vec * lanes))
-    most = 16 if caps.is_cpu or caps.ok("shuffle_nv") else 1 if caps.ok("subgroup_size") else 8
     return chunks if blocks.rows == 1 and chunks <= most else 0
 
 
 def plan_tiles(caps: Capabilities, blocks: Blocks) -> Plan:
     """Aligned vectors; a whole work-group for a long row, since a decode step has few of them."""
+    how = act_tuned(caps, blocks, "vector")
     vec = gpu_vec(blocks)
-    wg = min(256, 1 << (caps.max_work_group_size.bit_length() - 1))
+    wg = work_group(caps, how["wg"])
     divide, options = division(caps)
     lanes = min(wg, power_of_two(-(-blocks.block // vec)))
-    macros: Macros = {"ALIGNED": 1, "CHUNKS": held_chunks(caps, blocks, vec, lanes), **divide, **vendor_macros(caps)}
-    return Plan("vector", vec, lanes, wg, 1, macros, options)
+    chunks = held_chunks(blocks, vec, lanes, how["most_held"])
+    macros: Macros = {"ALIGNED": 1, "CHUNKS": chunks, **divide, **vendor_macros(caps)}
+    return Plan("vector", vec, lanes, wg, 1, macros, options, how.source)
 
 
 def plan_act_row(caps: Capabilities, blocks: Blocks) -> Plan:
     """As for K/V; short tiles are held."""
-    plan = plan_row(caps, blocks)
-    return replace(plan, macros={**plan.macros, "CHUNKS": held_chunks(caps, blocks, plan.vec, 1)})
+    plan = plan_row(caps, blocks, act_tuned)
+    chunks = held_chunks(blocks, plan.vec, 1, act_tuned(caps, blocks, "row")["most_held"])
+    return replace(plan, macros={**plan.macros, "CHUNKS": chunks})
 
 
 ACT: tuple[Variant[Blocks], ...] = (
     Variant("vector", "act_vector", unsupported_vector, unsuited_to_cpu, plan_tiles),
     Variant("row", "act_row", unsupported_row, unsuited_to_gpu, plan_act_row),
-    Variant("base", "act_base", unsupported_base, never, plan_base),
+    Variant("base", "act_base", unsupported_base, never, partial(plan_base, find=act_tuned)),
 )
 """Quantize activations and weights; check weights."""
 
@@ -331,9 +352,14 @@ def register_rows(rows: int) -> int:
     return min(8, power_of_two(rows))
 
 
+def gemv_size(p: Product, tile_m: int) -> str:
+    """The size class of a GEMV: its scales and the rows of activations of its tile."""
+    return f"{p.scale_layout} {tile_m}"
+
+
 def plan_gemv_base(caps: Capabilities, p: Product) -> Plan:
     """Word by word, a work-group for each row of weights."""
-    wg = min(64, 1 << (caps.max_work_group_size.bit_length() - 1))
+    wg = work_group(caps, 64)
     macros: Macros = {"TILE_M": min(register_rows(p.rows), wg), "TILE_N": 1, "ALIGNED": 0, **arithmetic(caps)}
     return Plan("base", 1, wg, wg, 1, macros)
 
@@ -343,45 +369,41 @@ def plan_gemv_vector(caps: Capabilities, p: Product) -> Plan:
 
     An Intel GPU has 64 registers a lane in sub-groups of 16: two rows there.
     """
-    wg = min(256, 1 << (caps.max_work_group_size.bit_length() - 1))
-    tile_n = 2 if caps.ok("subgroup_size") else 4
-    macros: Macros = {"TILE_M": register_rows(p.rows), "TILE_N": tile_n, "ALIGNED": 1, **arithmetic(caps)}
-    return Plan("vector", 4, 32, wg, tile_n, macros)
-
-
-ITEM_BYTES = 1 << 16
-"""Of weights that a work-item walks. PoCL 3.1 takes half a microsecond for a work-item; cores that walk far apart read slower:
-one row, N = K = 8192, of the read floor: 1.12 with 4 MB an item, 1.04 with 1 MB, 0.98 with 256 kB, 0.93 with 64 kB."""
+    tile_m = register_rows(p.rows)
+    how = tuned.find(caps, "gemv/vector", gemv_size(p, tile_m))
+    macros: Macros = {"TILE_M": tile_m, "TILE_N": how["tile_n"], "ALIGNED": 1, **arithmetic(caps)}
+    return Plan("vector", 4, 32, work_group(caps, how["wg"]), how["tile_n"], macros, (), how.source)
 
 
 def plan_gemv_row(caps: Capabilities, p: Product) -> Plan:
-    """A work-item walks a few rows of weights, as many as keep the sums in registers."""
+    """A work-item walks a few rows of weights, as many as keep the sums in registers.
+
+    PoCL 3.1 takes half a microsecond for a work-item; cores that walk far apart read slower: one row, N = K = 8192, of the read
+    floor: 1.12 with 4 MB an item, 1.04 with 1 MB, 0.98 with 256 kB, 0.93 with 64 kB.
+    """
     vec = max((n for n in (2, 4, 8, 16) if caps.ok(f"vector{n}")), default=1)
     tile_m = register_rows(p.rows)
-    tile_n = {1: 8, 2: 8, 4: 4, 8: 2}[tile_m]
-    tiles = max(1, min(ITEM_BYTES // (tile_n * p.k), p.n // (tile_n * row_items(caps, 16))))
-    return Plan("row", vec, 1, 1, tile_n * tiles, {"TILE_M": tile_m, "TILE_N": tile_n, **arithmetic(caps)})
-
-
-MMA_TILES = {
-    "per_row": {8: (16, 2), 16: (32, 1), 32: (64, 2), 64: (32, 2), 128: (32, 2)},
-    "block_128": {8: (16, 2), 16: (64, 1), 32: (32, 2), 64: (32, 1), 128: (32, 1)},
-}
-"""Rows of weights of a work-group, and chunks in flight, for each tile of rows: the fastest of nine on an H200, N = K = 8192.
-
-More rows of weights make more of each activation that is loaded, until the sums no longer fit the registers.
-"""
+    how = tuned.find(caps, "gemv/row", gemv_size(p, tile_m))
+    tile_n = how["tile_n"]
+    tiles = max(1, min(how["item_bytes"] // (tile_n * p.k), p.n // (tile_n * row_items(caps, how["items"]))))
+    macros: Macros = {"TILE_M": tile_m, "TILE_N": tile_n, **arithmetic(caps)}
+    return Plan("row", vec, 1, 1, tile_n * tiles, macros, (), how.source)
 
 
 def plan_gemv_mma(caps: Capabilities, p: Product) -> Plan:
-    """A work-group of 8 warps, which split K; the narrowest tile of weights where others leave a quarter of the device idle."""
-    wg = min(256, 1 << (caps.max_work_group_size.bit_length() - 1))
+    """A work-group of 8 warps, which split K; the narrowest tile of weights where others leave a quarter of the device idle.
+
+    More rows of weights make more of each activation that is loaded, until the sums no longer fit the registers.
+    """
+    wg = work_group(caps, 256)
     tile_m = tile_rows(p.rows)
-    tile_n, unroll = MMA_TILES[p.scale_layout][tile_m]
+    how = tuned.find(caps, "gemv/mma", gemv_size(p, tile_m))
+    tile_n = how["tile_n"]
     if -(-p.n // tile_n) < 0.75 * int(caps.reported.get("max_compute_units") or 1):
         tile_n = 16
-    macros: Macros = {"TILE_M": tile_m, "TILE_N": tile_n, "UNROLL": unroll, "MMA_NV": 1, "HALF": int(caps.ok("half_convert"))}
-    return Plan("mma", 1, wg, wg, tile_n, macros)
+    half = int(caps.ok("half_convert"))
+    macros: Macros = {"TILE_M": tile_m, "TILE_N": tile_n, "UNROLL": how["unroll"], "MMA_NV": 1, "HALF": half}
+    return Plan("mma", 1, wg, wg, tile_n, macros, (), how.source)
 
 
 def unsupported_gemv(caps: Capabilities, p: Product) -> str | None:

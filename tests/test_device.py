@@ -98,7 +98,7 @@ def test_a_report_has_the_keys_of_the_fixtures(dev):
     reported = device.report(dev.queue.device)
     unknown = set(reported) - set(FIXTURE)
     assert unknown == set()
-    assert set(reported["extra"]) <= set(FIXTURE["extra"])
+    assert set(reported["extra"]) - set(FIXTURE["extra"]) == {"compute_capability"}  # which dumps do not show
     assert reported["device_type"] in ("cpu", "gpu", "accelerator")
     assert reported["name"]
     assert reported["max_work_group_size"] >= 1

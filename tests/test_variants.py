@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pyclquant import tuned
 from pyclquant.capabilities import Capabilities, Verdict
 from pyclquant.errors import UnsupportedDeviceError
 from pyclquant.variants import (
     ACT,
     GEMV,
     KV,
-    MMA_TILES,
     TILES,
     Blocks,
     Plan,
@@ -428,7 +428,7 @@ def check_plan(row, plan, caps, blocks):
 @st.composite
 def products(draw):
     """As `pyclquant.w8a8` makes them."""
-    layout = draw(st.sampled_from(sorted(MMA_TILES)))
+    layout = draw(st.sampled_from(tuned.LAYOUTS))
     return Product(draw(st.integers(1, 128)), draw(st.integers(1, 40000)), 128 * draw(st.integers(1, 200)), layout, draw(powers))
 
 
