@@ -4,9 +4,10 @@
    C[m, n] = sum over k of A[m, k] * W[n, k], codes FP8 E4M3FN, accumulated in float32:
        PER_ROW    round(S * (w_scale[n] * a_scale[m]))
        BLOCK_128  acc = fma(S_c, w_scale[n / 128, c] * a_scale[m, c], acc) over the chunks c of 128 columns, in order
-   Codes are exact in half, and their products in float32.  A work-group takes TILE_N rows of weights, in tiles of 16, the
-   rows of the matrix unit; activations are its columns, in tiles of 8.  Warp w of W takes the chunks of 128 columns w, w + W, ..., and the warps are added at the end: the same order for any
-   number of activation rows.
+   Codes are exact in half, and their products in float32.  The matrix unit takes 16 rows of weights by 8 of activations; it
+   sums a chunk of 128 columns, and chunks are added in float32.  K is cut into four parts of consecutive chunks, summed apart
+   and added as (p0 + p1) + (p2 + p3): the bits depend on K alone, not on who sums a part.  WARPS_K of the parts are teams of
+   one work-group; where that is not all, 4 / WARPS_K work-groups serve a tile, and the one that finishes last adds them.
 
 2. Layouts   (row-major, offsets counted in elements of the array they belong to)
    a             [rows, k]  codes of the activations, packed
@@ -14,19 +15,25 @@
    w0 w1 w2      [rows of the segment, k]  codes of up to three weights, stacked: rows 0..n1, n1..n2, n2..n of the output;
                  n1 = n2 = n for one, n2 = n for two
    s0 s1 s2      [rows of the segment], BLOCK_128: [ceil(rows of the segment / 128), k / 128]
-   c             [rows, n] row pitch ldc  F32, BF16 or F16
+   c             [rows, n] row pitch ldc  F32, BF16 or F16; the launch writes columns begin..end, begin a multiple of 128
+   partials      [tiles, 4 / WARPS_K, TILE_N * TILE_M]  float, overwritten; WARPS_K = 4: unused
+   arrivals      [tiles]  0 before and after the launch; WARPS_K = 4: unused
    k is a multiple of 128; n1 and n2 - n1 of 16, BLOCK_128: of 128.  Codes lie on multiples of 16 bytes.
 
 3. Launch
-   local size WG, global size WG * ceil(n / TILE_N).  Local memory: WG * TILE_N bytes.
+   tiles = ceil((end - begin) / TILE_N); local size WG, global size WG * tiles * (4 / WARPS_K).
+   Local memory: WARPS_K * STAGES * 128 * (TILE_N + TILE_M) bytes.
 
 4. Macros
-   SCALES  PER_ROW | BLOCK_128
-   TILE_M  rows of activations, a multiple of 8: rows <= TILE_M
-   TILE_N  rows of weights of a work-group, a multiple of 16
-   UNROLL  chunks whose loads are on their way together, from 1
-   X_TYPE WG HALF  see common.h; WG a multiple of 32
-   MMA_NV  see vendor.h; 1
+   SCALES   PER_ROW | BLOCK_128
+   TILE_M   rows of activations, a multiple of 8 WARPS_M: rows <= TILE_M
+   TILE_N   rows of weights of a work-group, a multiple of 16 WARPS_N
+   WARPS_K  teams of a work-group, each with a part of K: 1, 2 or 4
+   WARPS_N  warps of a team, each with its rows of weights
+   WARPS_M  and times as many, each with its rows of activations
+   STAGES   chunks of a team in local memory, from 2: one in use, the others on their way
+   X_TYPE WG HALF  see common.h; WG = 32 WARPS_K WARPS_N WARPS_M
+   MMA_NV   see vendor.h; 1
 
 5. Needs
    What the probe calls nv_mma.
@@ -43,20 +50,42 @@
 #ifndef TILE_N
 #error "TILE_N: rows of weights is required"
 #endif
-#if WG % 32
-#error "WG: a multiple of 32 is required"
+#ifndef WARPS_K
+#define WARPS_K 4
 #endif
-#ifndef UNROLL
-#define UNROLL 1
+#ifndef WARPS_N
+#define WARPS_N 1
 #endif
-#define M_TILES (TILE_M / 8)
-#define N_TILES (TILE_N / 16)
-#define WARPS (WG / 32)
-#define STEPS (CHUNK / 16) /* of the matrix unit in a chunk */
+#ifndef WARPS_M
+#define WARPS_M 1
+#endif
+#ifndef STAGES
+#define STAGES 2
+#endif
+#define PARTS 4 /* of K */
+#define SPLITS (PARTS / WARPS_K)
+#define TEAM (32 * WARPS_N * WARPS_M)
+#define N_TILES (TILE_N / (16 * WARPS_N)) /* of a warp */
+#define M_TILES (TILE_M / (8 * WARPS_M))
+#define M_BLOCK (M_TILES < 4 ? M_TILES : 4) /* tiles whose sums of a chunk are under way together: more hide more, and take registers */
+#define STEPS (CHUNK / 16)                  /* of the matrix unit in a chunk */
+#define STAGE ((TILE_N + TILE_M) * CHUNK)   /* bytes */
+
+/* Local memory has rows of 128 bytes.  A lane of the matrix unit reads 16 bytes of each half of a row; of neighbouring rows one has
+   its halves swapped, so that eight lanes that read together meet 32 different banks. */
+static uint swapped(uint row, uint piece) { return row * CHUNK + (piece ^ row % 2 * 4) * 16; }
 
 /* The words that a lane has of a chunk of one row: its 16 bytes of each half.  Columns within a chunk may be taken in any order, as
    long as weights and activations take the same: so the four bytes of a word are a lane's share of a step of the matrix unit. */
 typedef union { uint4 halves[2]; uint words[STEPS]; } lane_words_t;
+
+static lane_words_t lane_words(__local const uchar *rows, uint lane)
+{
+    lane_words_t w;
+    w.halves[0] = *(__local const uint4 *)(rows + swapped(lane / 4, lane % 4));
+    w.halves[1] = *(__local const uint4 *)(rows + swapped(lane / 4, lane % 4 + 4));
+    return w;
+}
 
 /* A lane's share of 16 rows of weights in a step. */
 static uint4 weight_fragment(uint upper, uint lower)
@@ -65,37 +94,100 @@ static uint4 weight_fragment(uint upper, uint lower)
     return (uint4)(u.x, l.x, u.y, l.y);
 }
 
+/* How a work-item of a team fills its share of a stage: 16 bytes (a piece) of every HOP-th row.  Each 16 rows of weights lie in one
+   segment.  Rows that are not there keep what was in local memory, and what comes of them is not written. */
+#define HOP (TEAM / 8)
+#define HOPS (HOP < 16 ? 16 / HOP : 1) /* in 16 rows */
+#define SOURCES (TILE_N / (HOPS * HOP))
+typedef struct {
+    __global const uchar *w[SOURCES], *a;
+    uint row, piece, pitch, w_rows, a_rows;
+} loads_t;
+
+static void fetch(const loads_t *from, __local uchar *stage, uint chunk, uint end)
+{
+    __local uchar *to = stage + swapped(from->row, from->piece);
+    const size_t column = (size_t)chunk * CHUNK;
+    if (chunk < end) {
+#pragma unroll
+        for (uint i = 0; i < TILE_N / HOP; i++)
+            if (from->row + i * HOP < from->w_rows)
+                nv_copy_16(to + i * HOP * CHUNK, from->w[i / HOPS] + (size_t)(i % HOPS * HOP) * from->pitch + column);
+#pragma unroll
+        for (uint i = 0; i * HOP < TILE_M; i++)
+            if (from->row + i * HOP < from->a_rows)
+                nv_copy_16(to + (TILE_N + i * HOP) * CHUNK, from->a + (size_t)(i * HOP) * from->pitch + column);
+    }
+    nv_copy_commit();
+}
+
+#define SEGMENT_OF(row)                                                        \
+    ((row) < n1   ? segment(w0, w0_offset, s0, s0_offset, 0, n1)               \
+     : (row) < n2 ? segment(w1, w1_offset, s1, s1_offset, n1, n2)              \
+                  : segment(w2, w2_offset, s2, s2_offset, n2, n))
+
+/* The warps of a team wait for each other. */
+static void team_barrier(uint team)
+{
+#if TEAM == 32
+    nv_warp_barrier();
+#elif WARPS_K == 1
+    barrier(CLK_LOCAL_MEM_FENCE);
+#else
+    nv_named_barrier(team + 1, TEAM);
+#endif
+}
+
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
 void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global const float *restrict a_scales, ulong a_scales_offset,
                    __global const uchar *restrict w0, ulong w0_offset, __global const float *restrict s0, ulong s0_offset,
                    __global const uchar *restrict w1, ulong w1_offset, __global const float *restrict s1, ulong s1_offset,
                    __global const uchar *restrict w2, ulong w2_offset, __global const float *restrict s2, ulong s2_offset,
-                   __global x_t *restrict c, ulong c_offset, uint rows, uint n, uint k, uint ldc, uint n1, uint n2)
+                   __global x_t *restrict c, ulong c_offset, __global float4 *partials, __global uint *arrivals,
+                   uint rows, uint n, uint k, uint ldc, uint n1, uint n2, uint begin, uint end)
 {
-    __local float partial[WARPS][8][TILE_N];
+    __local uchar memory[WARPS_K * STAGES * STAGE] __attribute__((aligned(128)));
     const uint lid = (uint)get_local_id(0);
     const uint lane = lid % 32;
-    const uint warp = lid / 32;
+    const uint team = lid / TEAM;
+    const uint member = lid % TEAM;
+    const uint warp_n = member / 32 % WARPS_N, warp_m = member / 32 / WARPS_N;
+    const uint tile = (uint)get_group_id(0) / SPLITS;
+    const uint split = (uint)get_group_id(0) % SPLITS;
+    const uint start = begin + tile * TILE_N;
     const uint chunks = k / CHUNK;
-    const uint start = (uint)get_group_id(0) * TILE_N;
-    const uint share = lane % 4 * 16; /* of 64 columns */
-    a += a_offset + share;
+    a += a_offset;
     a_scales += a_scales_offset;
+    c += c_offset;
 
-    /* Each 16 rows lie in one segment; rows beyond n are read from the last ones, and not written. */
-    segment_t s[N_TILES];
-    uint row[N_TILES];
-    __global const uchar *upper[N_TILES], *lower[N_TILES];
+    loads_t loads;
+    loads.row = member / 8;
+    loads.piece = member % 8;
+    loads.pitch = k;
+    loads.w_rows = end - start;
+    loads.a_rows = rows;
+    loads.a = a + (size_t)loads.row * k + loads.piece * 16;
+#pragma unroll
+    for (uint i = 0; i < SOURCES; i++) {
+        const uint row = min(start + i * HOPS * HOP + loads.row, n - 1);
+        const segment_t s = SEGMENT_OF(row);
+        loads.w[i] = s.codes + (size_t)(row - s.start) * k + loads.piece * 16;
+    }
+    __local uchar *ring = memory + team * STAGES * STAGE;
+
+    const uint part = split * WARPS_K + team;
+    const uint first_chunk = part * chunks / PARTS, last_chunk = (part + 1) * chunks / PARTS;
+
+#if SCALES == BLOCK_128
+    segment_t blocks[N_TILES];
+    uint block_row[N_TILES];
 #pragma unroll
     for (uint i = 0; i < N_TILES; i++) {
-        const uint first_row = min(start + i * 16, n - 1);
-        s[i] = first_row < n1   ? segment(w0, w0_offset, s0, s0_offset, 0, n1)
-               : first_row < n2 ? segment(w1, w1_offset, s1, s1_offset, n1, n2)
-                                : segment(w2, w2_offset, s2, s2_offset, n2, n);
-        row[i] = first_row - s[i].start;
-        upper[i] = s[i].codes + (size_t)min(row[i] + lane / 4, s[i].rows - 1) * k + share;
-        lower[i] = s[i].codes + (size_t)min(row[i] + lane / 4 + 8, s[i].rows - 1) * k + share;
+        block_row[i] = min(start + (warp_n * N_TILES + i) * 16, n - 1);
+        blocks[i] = SEGMENT_OF(block_row[i]);
+        block_row[i] -= blocks[i].start;
     }
+#endif
 
     float4 sum[N_TILES][M_TILES];
 #pragma unroll
@@ -104,87 +196,134 @@ void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global co
         for (uint t = 0; t < M_TILES; t++)
             sum[i][t] = (float4)(0.0f);
 
-#pragma unroll UNROLL
-    for (uint chunk = warp; chunk < chunks; chunk += WARPS) {
-        const size_t column = (size_t)chunk * CHUNK;
+#pragma unroll
+    for (uint i = 0; i < STAGES - 1; i++)
+        fetch(&loads, ring + i * STAGE, first_chunk + i, last_chunk);
+    for (uint chunk = first_chunk; chunk < last_chunk; chunk++) {
+        nv_copy_wait(STAGES - 2);
+        team_barrier(team); /* everyone's copies are there, and nobody reads the stage that is filled next */
+        fetch(&loads, ring + (chunk - first_chunk + STAGES - 1) % STAGES * STAGE, chunk + STAGES - 1, last_chunk);
+
+        __local const uchar *stage = ring + (chunk - first_chunk) % STAGES * STAGE;
         uint4 w[N_TILES][STEPS];
 #pragma unroll
         for (uint i = 0; i < N_TILES; i++) {
-            lane_words_t u, l;
+            __local const uchar *from = stage + (warp_n * N_TILES + i) * 16 * CHUNK;
+            const lane_words_t upper = lane_words(from, lane), lower = lane_words(from + 8 * CHUNK, lane);
 #pragma unroll
-            for (uint h = 0; h < 2; h++) {
-                u.halves[h] = nv_load_once(upper[i] + column + h * 64);
-                l.halves[h] = nv_load_once(lower[i] + column + h * 64);
+            for (uint step = 0; step < STEPS; step++)
+                w[i][step] = weight_fragment(upper.words[step], lower.words[step]);
+        }
+#pragma unroll
+        for (uint block = 0; block < M_TILES; block += M_BLOCK) {
+            lane_words_t x[M_BLOCK];
+            float4 whole[N_TILES][M_BLOCK]; /* of the chunk */
+#if SCALES == BLOCK_128
+            float2 a_scale[M_BLOCK];
+#endif
+#pragma unroll
+            for (uint t = 0; t < M_BLOCK; t++) {
+                const uint m = (warp_m * M_TILES + block + t) * 8;
+                x[t] = lane_words(stage + (TILE_N + m) * CHUNK, lane);
+#if SCALES == BLOCK_128
+                a_scale[t].x = a_scales[(size_t)min(m + lane % 4 * 2, rows - 1) * chunks + chunk];
+                a_scale[t].y = a_scales[(size_t)min(m + lane % 4 * 2 + 1, rows - 1) * chunks + chunk];
+#endif
+#pragma unroll
+                for (uint i = 0; i < N_TILES; i++)
+                    whole[i][t] = (float4)(0.0f);
             }
 #pragma unroll
             for (uint step = 0; step < STEPS; step++)
-                w[i][step] = weight_fragment(u.words[step], l.words[step]);
-        }
 #pragma unroll
-        for (uint t = 0; t < M_TILES; t++) {
-            __global const uchar *p = a + (size_t)min(t * 8 + lane / 4, rows - 1) * k + column;
-            lane_words_t x;
-            x.halves[0] = *(__global const uint4 *)p;
-            x.halves[1] = *(__global const uint4 *)(p + 64);
-#if SCALES == BLOCK_128
-            const uint m = t * 8 + lane % 4 * 2;
-            const float a_scale0 = a_scales[(size_t)min(m, rows - 1) * chunks + chunk];
-            const float a_scale1 = a_scales[(size_t)min(m + 1, rows - 1) * chunks + chunk];
-            float4 part[N_TILES];
+                for (uint t = 0; t < M_BLOCK; t++) {
+                    const uint2 pairs = nv_e4m3_to_half_pairs(x[t].words[step]);
 #pragma unroll
-            for (uint i = 0; i < N_TILES; i++)
-                part[i] = (float4)(0.0f);
-#endif
-#pragma unroll
-            for (uint step = 0; step < STEPS; step++) {
-                const uint2 pairs = nv_e4m3_to_half_pairs(x.words[step]);
-#pragma unroll
-                for (uint i = 0; i < N_TILES; i++)
-#if SCALES == BLOCK_128
-                    part[i] = nv_mma_half(w[i][step], pairs, part[i]);
-#else
-                    sum[i][t] = nv_mma_half(w[i][step], pairs, sum[i][t]);
-#endif
-            }
-#if SCALES == BLOCK_128
+                    for (uint i = 0; i < N_TILES; i++)
+                        whole[i][t] = nv_mma_half(w[i][step], pairs, whole[i][t]);
+                }
 #pragma unroll
             for (uint i = 0; i < N_TILES; i++) {
-                const float w_scale = weight_scale(s[i], row[i], chunk, chunks);
-                const float2 scale = (float2)(w_scale * a_scale0, w_scale * a_scale1);
-                sum[i][t] = fma(part[i], (float4)(scale, scale), sum[i][t]);
-            }
+#if SCALES == BLOCK_128
+                const float w_scale = weight_scale(blocks[i], block_row[i], chunk, chunks);
 #endif
+#pragma unroll
+                for (uint t = 0; t < M_BLOCK; t++)
+#if SCALES == BLOCK_128
+                    sum[i][block + t] = fma(whole[i][t], (float4)(a_scale[t] * w_scale, a_scale[t] * w_scale), sum[i][block + t]);
+#else
+                    sum[i][block + t] += whole[i][t];
+#endif
+            }
         }
     }
+    nv_copy_wait(0);
 
+    /* Sums of a lane are rows lane / 4 (x, y) and 8 more (z, w) of weights, activations 2 (lane % 4) (x, z) and 1 more (y, w). */
+    barrier(CLK_LOCAL_MEM_FENCE);
+    __local float4 *shared = (__local float4 *)memory;
+#if WARPS_K > 1
 #pragma unroll
-    for (uint t = 0; t < M_TILES; t++) {
-        const uint m = lane % 4 * 2;
+    for (uint step = 1; step < WARPS_K; step *= 2) { /* teams 1 and 3 hand their sums to 0 and 2, then 2 to 0 */
 #pragma unroll
-        for (uint i = 0; i < N_TILES; i++) {
-            const uint r = i * 16 + lane / 4;
-            partial[warp][m][r] = sum[i][t].x;
-            partial[warp][m + 1][r] = sum[i][t].y;
-            partial[warp][m][r + 8] = sum[i][t].z;
-            partial[warp][m + 1][r + 8] = sum[i][t].w;
-        }
+        for (uint i = 0; i < N_TILES * M_TILES; i++)
+            if (team % (2 * step) == step)
+                shared[(team / 2 * N_TILES * M_TILES + i) * TEAM + member] = sum[i / M_TILES][i % M_TILES];
         barrier(CLK_LOCAL_MEM_FENCE);
-        for (uint e = lid; e < 8 * TILE_N; e += WG) {
-            const uint out_m = t * 8 + e / TILE_N, out_n = start + e % TILE_N;
-            float v = 0.0f;
 #pragma unroll
-            for (uint w = 0; w < WARPS; w++)
-                v += partial[w][e / TILE_N][e % TILE_N];
-            if (out_m < rows && out_n < n) {
-#if SCALES == PER_ROW
-                const float w_scale = out_n < n1   ? s0[s0_offset + out_n]
-                                      : out_n < n2 ? s1[s1_offset + out_n - n1]
-                                                   : s2[s2_offset + out_n - n2];
-                v *= w_scale * a_scales[out_m];
-#endif
-                store_output(c + c_offset + (size_t)out_m * ldc + out_n, v);
-            }
-        }
+        for (uint i = 0; i < N_TILES * M_TILES; i++)
+            if (team % (2 * step) == 0)
+                sum[i / M_TILES][i % M_TILES] += shared[((team + step) / 2 * N_TILES * M_TILES + i) * TEAM + member];
         barrier(CLK_LOCAL_MEM_FENCE);
     }
+#endif
+#if SPLITS > 1
+    __global float4 *mine = partials + (size_t)tile * SPLITS * N_TILES * M_TILES * TEAM + member;
+    if (team == 0) {
+#pragma unroll
+        for (uint i = 0; i < N_TILES * M_TILES; i++)
+            mine[(split * N_TILES * M_TILES + i) * TEAM] = sum[i / M_TILES][i % M_TILES];
+        nv_fence();
+    }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    __local uint *last = (__local uint *)memory;
+    if (lid == 0)
+        *last = atomic_inc(arrivals + tile) == SPLITS - 1;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (!*last)
+        return;
+    nv_fence();
+    if (lid == 0)
+        arrivals[tile] = 0;
+    if (team == 0)
+#pragma unroll
+        for (uint i = 0; i < N_TILES * M_TILES; i++) {
+            float4 p[SPLITS];
+#pragma unroll
+            for (uint j = 0; j < SPLITS; j++)
+                p[j] = mine[(j * N_TILES * M_TILES + i) * TEAM];
+            sum[i / M_TILES][i % M_TILES] = SPLITS == 2 ? p[0] + p[1] : (p[0] + p[1]) + (p[2 % SPLITS] + p[3 % SPLITS]);
+        }
+#endif
+    if (team != 0)
+        return;
+#pragma unroll
+    for (uint i = 0; i < N_TILES; i++)
+#pragma unroll
+        for (uint t = 0; t < M_TILES; t++)
+#pragma unroll
+            for (uint e = 0; e < 4; e++) {
+                const uint out_n = start + (warp_n * N_TILES + i) * 16 + lane / 4 + e / 2 * 8;
+                const uint out_m = (warp_m * M_TILES + t) * 8 + lane % 4 * 2 + e % 2;
+                if (out_n < end && out_m < rows) {
+                    float v = ((const float *)&sum[i][t])[e];
+#if SCALES == PER_ROW
+                    const float w_scale = out_n < n1   ? s0[s0_offset + out_n]
+                                          : out_n < n2 ? s1[s1_offset + out_n - n1]
+                                                       : s2[s2_offset + out_n - n2];
+                    v *= w_scale * a_scales[out_m];
+#endif
+                    store_output(c + (size_t)out_m * ldc + out_n, v);
+                }
+            }
 }

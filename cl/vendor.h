@@ -13,7 +13,8 @@ Macros
     MMA_NV      1: NVIDIA PTX matrix multiply of half, and its conversion from e4m3 (sm_89 and later):
                 nv_e4m3_to_half_pairs(codes)
                 nv_mma_half(w, x, sum), a warp's W [16, 16] times X^T [16, 8] added to sum [16, 8]
-                nv_load_once(p): 16 aligned bytes that no other work-item reads
+                nv_copy_16(to, from), nv_copy_commit(), nv_copy_wait(n), from global to local memory while others compute
+                nv_warp_barrier(), nv_named_barrier(name, items), nv_fence()
 */
 #ifndef CONVERT_NV
 #define CONVERT_NV 0
@@ -172,10 +173,23 @@ static float4 nv_mma_half(uint4 w, uint2 x, float4 sum)
     return sum;
 }
 
-static uint4 nv_load_once(__global const uchar *p)
+/* Copies of 16 bytes to local memory: started by nv_copy_16, gathered in groups by nv_copy_commit; nv_copy_wait(n) returns
+   when at most n groups of this work-item are on their way. */
+static void nv_copy_16(__local uchar *to, __global const uchar *from)
 {
-    uint4 v;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"((uint)(size_t)to), "l"(from));
 }
+
+static void nv_copy_commit(void) { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+#define nv_copy_wait(n) asm volatile("cp.async.wait_group %0;" : : "n"(n) : "memory")
+
+/* The lanes of a warp, or `items` work-items that name the same barrier 1 to 15, wait for each other and see each other's writes to
+   local memory. */
+static void nv_warp_barrier(void) { asm volatile("bar.warp.sync 0xffffffff;" : : : "memory"); }
+
+static void nv_named_barrier(uint name, uint items) { asm volatile("bar.sync %0, %1;" : : "r"(name), "r"(items) : "memory"); }
+
+/* What this work-item wrote is seen by whoever sees its later atomics; and the other way round. */
+static void nv_fence(void) { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
 #endif

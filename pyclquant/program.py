@@ -108,6 +108,7 @@ class Programs:
         self._programs: dict[object, cl.Program] = {}  # with Intel's CPU runtime 2026.2 a kernel does not keep its own alive
         self._kernels: dict[object, cl.Kernel] = {}
         self._fitting: dict[object, tuple[cl.Kernel, Plan, Plan]] = {}
+        self._partials: tuple[cl.Buffer, cl.Buffer] | None = None
 
     def kernel(self, file: str, name: str, macros: Mapping[str, str | int], options: tuple[str, ...] = ()) -> cl.Kernel:
         """The kernel `name` of a file built with these macros; built at the first call. Raises BuildError."""
@@ -140,6 +141,23 @@ class Programs:
                 kernel.set_scalar_arg_dtypes([a.dtype if isinstance(a, np.generic) else None for a in launch.arguments])
                 self._fitting[key] = kernel, plan, launch.plan  # which is kept alive, and with it its id
             return self._fitting[key][:2]
+
+    def partials(self, tiles: int, nbytes: int) -> tuple[cl.Buffer, cl.Buffer]:
+        """Memory for partial sums, nbytes or more, and for a counter of each tile, 0.
+
+        A launch leaves the counters at 0, so that all launches of a queue that runs one after the other share both.
+        """
+        with self.lock:
+            if self._partials is not None:
+                nbytes, tiles = max(nbytes, self._partials[0].size), max(tiles, self._partials[1].size // 4)
+            if self._partials is None or (nbytes, 4 * tiles) != (self._partials[0].size, self._partials[1].size):
+                flags = cl.mem_flags.READ_WRITE
+                arrivals = cl.Buffer(self.context, flags | cl.mem_flags.COPY_HOST_PTR, hostbuf=np.zeros(tiles, np.uint32))
+                found = cl.Buffer(self.context, flags, nbytes), arrivals
+                if not self.in_order:
+                    return found
+                self._partials = found
+            return self._partials
 
     def launch(self, launch: Launch, wait_for: Sequence[cl.Event]) -> cl.Event:
         """Build a launch if need be, and enqueue it."""

@@ -6,8 +6,8 @@ they come from. Each parameter is looked up by itself: in the user's file, then 
 its size class before `*`. `pyclquant tune` writes a user's file, `tools/tune.py` ours.
 
 No parameter here changes a bit of a result, so that any may differ between sizes and devices. What changes the order of a sum is
-not here: VEC and LANES of the GEMVs, WG of `base` and `mma` (whose warps split K). They are part of what a variant is: a row of
-activations has the same bits whatever the number of rows, and on two devices of a kind.
+not here: VEC and LANES of the GEMVs, WG of `base`. They are part of what a variant is: a row of activations has the same bits
+whatever the number of rows, and on two devices of a kind.
 """
 
 from __future__ import annotations
@@ -69,8 +69,11 @@ PARAMETERS: dict[str, dict[str, Parameter]] = {
     "act_quant/row": {"items": ITEMS, "most_held": MOST_HELD},
     "act_quant/base": {"wg": WG},
     "gemv/mma": {
-        "tile_n": Parameter("rows of weights of a work-group", (16, 32, 64, 128)),
-        "unroll": Parameter("chunks whose loads are on their way together", (1, 2, 4)),
+        "warps_k": Parameter("teams of a work-group, each with a part of K", (1, 2, 4)),
+        "warps_n": Parameter("warps of a team side by side in N", (1, 2, 4, 8)),
+        "warps_m": Parameter("warps of a team side by side in M", (1, 2, 4)),
+        "tiles_n": Parameter("times 16 rows of weights of a warp", (1, 2)),
+        "stages": Parameter("chunks of a team in local memory, fewer where they do not fit", range(2, 9)),
     },
     "gemv/vector": {"wg": Parameter(WG.meaning, (32, 64, 128, 256)), "tile_n": TILE_N},
     "gemv/row": {

@@ -328,6 +328,9 @@ ACT: tuple[Variant[Blocks], ...] = (
 """Quantize activations and weights; check weights."""
 
 
+K_PARTS = 4
+"""Of K, summed apart by the matrix units; see `cl/gemv_w8a8_mma.cl`."""
+
 TILES = (8, 16, 32, 64, 128)
 """Most rows of activations of each tile of the GEMV; larger batches are served in launches of the last."""
 
@@ -391,18 +394,29 @@ def plan_gemv_row(caps: Capabilities, p: Product) -> Plan:
 
 
 def plan_gemv_mma(caps: Capabilities, p: Product) -> Plan:
-    """A work-group of 8 warps, which split K; the narrowest tile of weights where others leave a quarter of the device idle.
+    """Teams of warps that fill their own rings of chunks in local memory; what does not fit the device shrinks.
 
-    More rows of weights make more of each activation that is loaded, until the sums no longer fit the registers.
+    A decode step has few rows: the four parts of K are teams of one work-group. More rows fill the registers with sums and
+    local memory with activations: there the parts are work-groups, and each tile of activations is loaded by fewer.
     """
-    wg = work_group(caps, 256)
     tile_m = tile_rows(p.rows)
     how = tuned.find(caps, "gemv/mma", gemv_size(p, tile_m))
-    tile_n = how["tile_n"]
-    if -(-p.n // tile_n) < 0.75 * int(caps.reported.get("max_compute_units") or 1):
-        tile_n = 16
-    half = int(caps.ok("half_convert"))
-    macros: Macros = {"TILE_M": tile_m, "TILE_N": tile_n, "UNROLL": how["unroll"], "MMA_NV": 1, "HALF": half}
+    warps_k, warps_n, warps_m = how["warps_k"], how["warps_n"], min(how["warps_m"], tile_m // 8)
+    memory = int(caps.reported.get("local_mem_size") or 0)
+    while True:
+        wg = 32 * warps_k * warps_n * warps_m
+        tile_n = 16 * how["tiles_n"] * warps_n
+        stages = min(how["stages"], memory // (128 * warps_k * (tile_n + tile_m)))
+        if stages >= 2 and wg <= caps.max_work_group_size:
+            break
+        if warps_k > 1:
+            warps_k //= 2
+        elif warps_n > 1:
+            warps_n //= 2
+        else:
+            warps_m //= 2
+    warps: Macros = {"WARPS_K": warps_k, "WARPS_N": warps_n, "WARPS_M": warps_m, "STAGES": stages}
+    macros: Macros = {"TILE_M": tile_m, "TILE_N": tile_n, **warps, "MMA_NV": 1, "HALF": int(caps.ok("half_convert"))}
     return Plan("mma", 1, wg, wg, tile_n, macros, (), how.source)
 
 
@@ -430,6 +444,10 @@ def unsupported_gemv_mma(caps: Capabilities, p: Product) -> str | None:
         return f"weights at multiples of {p.align} bytes, 16 are needed"
     if caps.max_work_group_size < 32:
         return f"work-groups of {caps.max_work_group_size}, 32 are needed"
+    memory = int(caps.reported.get("local_mem_size") or 0)
+    needed = 2 * 128 * (32 + TILES[-1])
+    if memory < needed:
+        return f"{memory} bytes of local memory, {needed} are needed"
     return caps.missing("nv_mma") or unsupported_gemv(caps, p)
 
 

@@ -10,9 +10,9 @@ for each 128 x 128 block of weights and each 128 columns of a row of activations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyopencl as cl
@@ -33,7 +33,7 @@ from pyclquant.device import Device
 from pyclquant.errors import ContextError, DTypeError, PyclquantError, ShapeError
 from pyclquant.formats import EPS, FLOAT_DTYPES, FLOAT_MACROS, FORMATS, check_eps, float_dtype
 from pyclquant.program import Bound, Launch
-from pyclquant.variants import ACT, GEMV, TILES, Blocks, Macros, Plan, Product, row_items
+from pyclquant.variants import ACT, GEMV, K_PARTS, TILES, Blocks, Macros, Plan, Product, row_items
 
 Events = Sequence[cl.Event] | None
 
@@ -417,13 +417,35 @@ def gemv_launches(
         if plan.variant == "row":
             a, stage = staged(dev, a, plan, layout, scratch)
             launches.append(stage)
+        arrays = kernel_arguments(a, a_scales, *weights, target)
         sizes = [np.uint32(v) for v in (count, w.n, w.k, pitch, n1, n2)]
+        name = FILES[plan.variant]
+        if plan.variant == "mma":
+            launches += split_launches(dev, plan, layout, arrays, sizes, w.n)
+            continue
         if plan.variant == "row":
             sizes.append(np.uint32(plan.blocks_per_team))
-        arguments = [*kernel_arguments(a, a_scales, *weights, target), *sizes]
-        name = FILES[plan.variant]
-        launches.append(Launch(f"{name}.cl", name, plan, layout, arguments, w.n))
+        launches.append(Launch(f"{name}.cl", name, plan, layout, [*arrays, *sizes], w.n))
     return launches
+
+
+PARTIAL_BYTES = 1 << 26
+"""Of partial sums of a launch, at most: more columns of C take several launches."""
+
+
+def split_launches(
+    dev: Device, plan: Plan, layout: Macros, arrays: list[Any], sizes: list[np.generic], n: int
+) -> Iterator[Launch]:
+    """The launches of the variant `mma` for n columns of C, with room for sums where work-groups share a tile."""
+    tile_n, tile_m = plan.blocks_per_team, int(plan.macros["TILE_M"])
+    splits = K_PARTS // int(plan.macros["WARPS_K"])
+    step = n if splits == 1 else max(1, PARTIAL_BYTES // (4 * splits * tile_m * CHUNK)) * CHUNK
+    for begin in range(0, n, step):
+        end = min(begin + step, n)
+        tiles = -(-(end - begin) // tile_n)
+        partials = (None, None) if splits == 1 else dev.programs.partials(tiles, 4 * tiles * splits * tile_n * tile_m)
+        arguments = [*arrays, *partials, *sizes, np.uint32(begin), np.uint32(end)]
+        yield Launch("gemv_w8a8_mma.cl", "gemv_w8a8_mma", plan, layout, arguments, tiles * splits * tile_n)
 
 
 def staged(dev: Device, codes: cla.Array, plan: Plan, layout: Macros, scratch: Scratch | None) -> tuple[cla.Array, Launch]:

@@ -86,7 +86,7 @@ def caps_with(device_type="gpu", **works):
         "device_type": device_type,
         "max_work_group_size": 256,
         "max_compute_units": 8,
-        "local_mem_size": 32768,
+        "local_mem_size": 49152,
     }
     always = {"base": True, "index64": True, **{f"vector{n}": True for n in (2, 4, 8, 16)}}
     verdicts = {f: v if isinstance(v, Verdict) else Verdict(v, f"{f} is {v}") for f, v in {**always, **works}.items()}
@@ -455,10 +455,13 @@ def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit,
         assert plan.blocks_per_team == tile_n
     assert plan.global_size(product.n) // plan.wg * (plan.wg // plan.lanes) * plan.blocks_per_team >= product.n
     if plan.variant == "mma":
-        assert plan.wg % 32 == 0
+        warps_k, warps_n, warps_m = (plan.macros[f"WARPS_{axis}"] for axis in "KNM")
+        assert plan.wg == 32 * warps_k * warps_n * warps_m
+        assert 4 % warps_k == 0
         assert product.rows <= tile_m
-        assert (tile_m % 8, tile_n % 16) == (0, 0)
-        assert plan.wg * tile_n <= 32768  # bytes of local memory
+        assert (tile_m % (8 * warps_m), tile_n % (16 * warps_n)) == (0, 0)
+        assert plan.macros["STAGES"] >= 2
+        assert 128 * warps_k * plan.macros["STAGES"] * (tile_n + tile_m) <= caps.reported["local_mem_size"]
         return
     assert 16 % tile_n == 0
     assert 128 % (4 * plan.vec) == 0

@@ -1115,7 +1115,7 @@ SWAPPED = """#if SCALES == PER_ROW
 LAST_CHUNK = {
     "gemv_w8a8.cl": (r"if \(column >= k\)", "if (column >= k - CHUNK)"),
     "gemv_w8a8_row.cl": (r"chunk < chunks;", "chunk + 1 < chunks;"),
-    "gemv_w8a8_mma.cl": (r"chunk < chunks;", "chunk + 1 < chunks;"),
+    "gemv_w8a8_mma.cl": (r"chunks / PARTS;", "chunks / PARTS - (part + 1 == PARTS);"),
 }
 COARSE_SUM = {
     "gemv_w8a8.cl": (r"#define multiply_add\(a, b, c\) (.*)", "#define multiply_add(a, b, c) " + TO_BFLOAT16),
