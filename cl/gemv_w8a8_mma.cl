@@ -6,8 +6,8 @@
        BLOCK_128  acc = fma(S_c, w_scale[n / 128, c] * a_scale[m, c], acc) over the chunks c of 128 columns, in order
    Codes are exact in half, and their products in float32.  The matrix unit takes 16 rows of weights by 8 of activations; it
    sums a chunk of 128 columns, and chunks are added in float32.  K is cut into four parts of consecutive chunks, summed apart
-   and added as (p0 + p1) + (p2 + p3): the bits depend on K alone, not on who sums a part.  WARPS_K of the parts are teams of
-   one work-group; where that is not all, 4 / WARPS_K work-groups serve a tile, and the one that finishes last adds them.
+   and added as (p0 + p1) + (p2 + p3): the bits depend on K alone, not on who sums a part.  The parts are teams of warps of one
+   work-group (WARPS_K = 4), or work-groups of one team, of which the one that finishes last adds all four (WARPS_K = 1).
 
 2. Layouts   (row-major, offsets counted in elements of the array they belong to)
    a             [rows, k]  codes of the activations, packed
@@ -16,19 +16,19 @@
                  n1 = n2 = n for one, n2 = n for two
    s0 s1 s2      [rows of the segment], BLOCK_128: [ceil(rows of the segment / 128), k / 128]
    c             [rows, n] row pitch ldc  F32, BF16 or F16; the launch writes columns begin..end, begin a multiple of 128
-   partials      [tiles, 4 / WARPS_K, TILE_N * TILE_M]  float, overwritten; WARPS_K = 4: unused
+   partials      [tiles, 4, TILE_N * TILE_M / 4]  overwritten; WARPS_K = 4: unused
    arrivals      [tiles]  0 before and after the launch; WARPS_K = 4: unused
    k is a multiple of 128; n1 and n2 - n1 of 16, BLOCK_128: of 128.  Codes lie on multiples of 16 bytes.
 
 3. Launch
    tiles = ceil((end - begin) / TILE_N); local size WG, global size WG * tiles * (4 / WARPS_K).
-   Local memory: WARPS_K * STAGES * 128 * (TILE_N + TILE_M) bytes.
+   Local memory: max(WARPS_K * STAGES * 128 * (TILE_N + TILE_M), 4 * TILE_M * (WARPS_K * (TILE_N + 4) + 1)) bytes.
 
 4. Macros
    SCALES   PER_ROW | BLOCK_128
    TILE_M   rows of activations, a multiple of 8 WARPS_M: rows <= TILE_M
    TILE_N   rows of weights of a work-group, a multiple of 16 WARPS_N
-   WARPS_K  teams of a work-group, each with a part of K: 1, 2 or 4
+   WARPS_K  teams of a work-group, each with a part of K: 1 or 4
    WARPS_N  warps of a team, each with its rows of weights
    WARPS_M  and times as many, each with its rows of activations
    STAGES   chunks of a team in local memory, from 2: one in use, the others on their way
@@ -70,6 +70,9 @@
 #define M_BLOCK (M_TILES < 4 ? M_TILES : 4) /* tiles whose sums of a chunk are under way together: more hide more, and take registers */
 #define STEPS (CHUNK / 16)                  /* of the matrix unit in a chunk */
 #define STAGE ((TILE_N + TILE_M) * CHUNK)   /* bytes */
+#define RING_BYTES (WARPS_K * STAGES * STAGE)
+#define PITCH (TILE_N + 4) /* of sums in local memory: the lanes of a warp write to different banks */
+#define SUMS_BYTES (4 * WARPS_K * TILE_M * PITCH + 4 * TILE_M)
 
 /* Local memory has rows of 128 bytes.  A lane of the matrix unit reads 16 bytes of each half of a row; of neighbouring rows one has
    its halves swapped, so that eight lanes that read together meet 32 different banks. */
@@ -107,16 +110,15 @@ typedef struct {
 static void fetch(const loads_t *from, __local uchar *stage, uint chunk, uint end)
 {
     __local uchar *to = stage + swapped(from->row, from->piece);
-    const size_t column = (size_t)chunk * CHUNK;
     if (chunk < end) {
 #pragma unroll
         for (uint i = 0; i < TILE_N / HOP; i++)
             if (from->row + i * HOP < from->w_rows)
-                nv_copy_16(to + i * HOP * CHUNK, from->w[i / HOPS] + (size_t)(i % HOPS * HOP) * from->pitch + column);
+                nv_copy_16(to + i * HOP * CHUNK, from->w[i / HOPS] + (i % HOPS * HOP * from->pitch + chunk * CHUNK));
 #pragma unroll
         for (uint i = 0; i * HOP < TILE_M; i++)
             if (from->row + i * HOP < from->a_rows)
-                nv_copy_16(to + (TILE_N + i * HOP) * CHUNK, from->a + (size_t)(i * HOP) * from->pitch + column);
+                nv_copy_16(to + (TILE_N + i * HOP) * CHUNK, from->a + (i * HOP * from->pitch + chunk * CHUNK));
     }
     nv_copy_commit();
 }
@@ -146,7 +148,7 @@ void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global co
                    __global x_t *restrict c, ulong c_offset, __global float4 *partials, __global uint *arrivals,
                    uint rows, uint n, uint k, uint ldc, uint n1, uint n2, uint begin, uint end)
 {
-    __local uchar memory[WARPS_K * STAGES * STAGE] __attribute__((aligned(128)));
+    __local uchar memory[RING_BYTES > SUMS_BYTES ? RING_BYTES : SUMS_BYTES] __attribute__((aligned(128)));
     const uint lid = (uint)get_local_id(0);
     const uint lane = lid % 32;
     const uint team = lid / TEAM;
@@ -187,6 +189,18 @@ void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global co
         blocks[i] = SEGMENT_OF(block_row[i]);
         block_row[i] -= blocks[i].start;
     }
+#endif
+
+    /* Scales come from far away and are asked for at the start.  WG is a multiple of TILE_N: what a work-item writes at the end lies
+       in one column. */
+    const uint out = start + lid % TILE_N;
+#if SCALES == PER_ROW
+    const segment_t out_segment = SEGMENT_OF(min(out, n - 1));
+    const float w_scale = weight_scale(out_segment, min(out, n - 1) - out_segment.start, 0, chunks);
+    float a_scale_share[(TILE_M + WG - 1) / WG];
+#pragma unroll
+    for (uint i = 0; i * WG < TILE_M; i++)
+        a_scale_share[i] = a_scales[min(i * WG + lid, rows - 1)];
 #endif
 
     float4 sum[N_TILES][M_TILES];
@@ -259,32 +273,14 @@ void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global co
     }
     nv_copy_wait(0);
 
-    /* Sums of a lane are rows lane / 4 (x, y) and 8 more (z, w) of weights, activations 2 (lane % 4) (x, z) and 1 more (y, w). */
-    barrier(CLK_LOCAL_MEM_FENCE);
-    __local float4 *shared = (__local float4 *)memory;
-#if WARPS_K > 1
-#pragma unroll
-    for (uint step = 1; step < WARPS_K; step *= 2) { /* teams 1 and 3 hand their sums to 0 and 2, then 2 to 0 */
-#pragma unroll
-        for (uint i = 0; i < N_TILES * M_TILES; i++)
-            if (team % (2 * step) == step)
-                shared[(team / 2 * N_TILES * M_TILES + i) * TEAM + member] = sum[i / M_TILES][i % M_TILES];
-        barrier(CLK_LOCAL_MEM_FENCE);
-#pragma unroll
-        for (uint i = 0; i < N_TILES * M_TILES; i++)
-            if (team % (2 * step) == 0)
-                sum[i / M_TILES][i % M_TILES] += shared[((team + step) / 2 * N_TILES * M_TILES + i) * TEAM + member];
-        barrier(CLK_LOCAL_MEM_FENCE);
-    }
-#endif
 #if SPLITS > 1
-    __global float4 *mine = partials + (size_t)tile * SPLITS * N_TILES * M_TILES * TEAM + member;
-    if (team == 0) {
+    __global float4 *mine = partials + (size_t)tile * SPLITS * N_TILES * M_TILES * WG + lid; /* [SPLITS][N_TILES][M_TILES][WG] */
 #pragma unroll
-        for (uint i = 0; i < N_TILES * M_TILES; i++)
-            mine[(split * N_TILES * M_TILES + i) * TEAM] = sum[i / M_TILES][i % M_TILES];
-        nv_fence();
-    }
+    for (uint i = 0; i < N_TILES; i++)
+#pragma unroll
+        for (uint t = 0; t < M_TILES; t++)
+            mine[((split * N_TILES + i) * M_TILES + t) * WG] = sum[i][t];
+    nv_fence();
     barrier(CLK_LOCAL_MEM_FENCE);
     __local uint *last = (__local uint *)memory;
     if (lid == 0)
@@ -295,35 +291,52 @@ void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global co
     nv_fence();
     if (lid == 0)
         arrivals[tile] = 0;
-    if (team == 0)
-#pragma unroll
-        for (uint i = 0; i < N_TILES * M_TILES; i++) {
-            float4 p[SPLITS];
-#pragma unroll
-            for (uint j = 0; j < SPLITS; j++)
-                p[j] = mine[(j * N_TILES * M_TILES + i) * TEAM];
-            sum[i / M_TILES][i % M_TILES] = SPLITS == 2 ? p[0] + p[1] : (p[0] + p[1]) + (p[2 % SPLITS] + p[3 % SPLITS]);
-        }
-#endif
-    if (team != 0)
-        return;
 #pragma unroll
     for (uint i = 0; i < N_TILES; i++)
 #pragma unroll
-        for (uint t = 0; t < M_TILES; t++)
-#pragma unroll
-            for (uint e = 0; e < 4; e++) {
-                const uint out_n = start + (warp_n * N_TILES + i) * 16 + lane / 4 + e / 2 * 8;
-                const uint out_m = (warp_m * M_TILES + t) * 8 + lane % 4 * 2 + e % 2;
-                if (out_n < end && out_m < rows) {
-                    float v = ((const float *)&sum[i][t])[e];
-#if SCALES == PER_ROW
-                    const float w_scale = out_n < n1   ? s0[s0_offset + out_n]
-                                          : out_n < n2 ? s1[s1_offset + out_n - n1]
-                                                       : s2[s2_offset + out_n - n2];
-                    v *= w_scale * a_scales[out_m];
+        for (uint t = 0; t < M_TILES; t++) {
+            __global const float4 *p = mine + (i * M_TILES + t) * WG;
+            const uint next = N_TILES * M_TILES * WG;
+            sum[i][t] = (p[0] + p[next]) + (p[2 * next] + p[3 * next]);
+        }
 #endif
-                    store_output(c + (size_t)out_m * ldc + out_n, v);
-                }
-            }
+
+    /* Sums of a lane are rows lane / 4 (x, y) and 8 more (z, w) of weights, activations 2 (lane % 4) (x, z) and 1 more (y, w). */
+    barrier(CLK_LOCAL_MEM_FENCE);
+    __local float *sums = (__local float *)memory; /* [WARPS_K][TILE_M][PITCH] */
+#if SCALES == PER_ROW
+    __local float *a_scale = sums + WARPS_K * TILE_M * PITCH; /* [TILE_M] */
+#pragma unroll
+    for (uint i = 0; i * WG < TILE_M; i++)
+        if (i * WG + lid < TILE_M)
+            a_scale[i * WG + lid] = a_scale_share[i];
+#endif
+#pragma unroll
+    for (uint i = 0; i < N_TILES; i++)
+#pragma unroll
+        for (uint t = 0; t < M_TILES; t++) {
+            __local float *to = sums + (team * TILE_M + (warp_m * M_TILES + t) * 8 + lane % 4 * 2) * PITCH
+                                + (warp_n * N_TILES + i) * 16 + lane / 4;
+            to[0] = sum[i][t].x;
+            to[PITCH] = sum[i][t].y;
+            to[8] = sum[i][t].z;
+            to[PITCH + 8] = sum[i][t].w;
+        }
+    barrier(CLK_LOCAL_MEM_FENCE);
+    if (out >= end)
+        return;
+#pragma unroll 4
+    for (uint m = lid / TILE_N; m < rows; m += WG / TILE_N) {
+        __local const float *p = sums + m * PITCH + lid % TILE_N;
+#if WARPS_K == 1
+        float v = p[0];
+#else
+        const uint next = TILE_M * PITCH;
+        float v = (p[0] + p[next]) + (p[2 * next] + p[3 * next]);
+#endif
+#if SCALES == PER_ROW
+        v *= w_scale * a_scale[m];
+#endif
+        store_output(c + (size_t)m * ldc + out, v);
+    }
 }

@@ -69,7 +69,7 @@ PARAMETERS: dict[str, dict[str, Parameter]] = {
     "act_quant/row": {"items": ITEMS, "most_held": MOST_HELD},
     "act_quant/base": {"wg": WG},
     "gemv/mma": {
-        "warps_k": Parameter("teams of a work-group, each with a part of K", (1, 2, 4)),
+        "warps_k": Parameter("teams of a work-group, each with a part of K", (1, 4)),
         "warps_n": Parameter("warps of a team side by side in N", (1, 2, 4, 8)),
         "warps_m": Parameter("warps of a team side by side in M", (1, 2, 4)),
         "tiles_n": Parameter("times 16 rows of weights of a warp", (1, 2)),

@@ -406,11 +406,12 @@ def plan_gemv_mma(caps: Capabilities, p: Product) -> Plan:
     while True:
         wg = 32 * warps_k * warps_n * warps_m
         tile_n = 16 * how["tiles_n"] * warps_n
-        stages = min(how["stages"], memory // (128 * warps_k * (tile_n + tile_m)))
-        if stages >= 2 and wg <= caps.max_work_group_size:
+        room = memory // warps_k
+        stages = min(how["stages"], room // (128 * (tile_n + tile_m)))
+        if stages >= 2 and 4 * tile_m * (tile_n + 5) <= room and wg <= caps.max_work_group_size:
             break
         if warps_k > 1:
-            warps_k //= 2
+            warps_k = 1
         elif warps_n > 1:
             warps_n //= 2
         else:
