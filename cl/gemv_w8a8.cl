@@ -18,17 +18,18 @@
 
 3. Launch
    local size WG, global size WG * ceil(ceil(n / TILE_N) / (WG / LANES)).
-   Local memory: 16 * TILE_M * LANES * VEC bytes.
+   Local memory: BUFFERS * 16 * TILE_M * LANES * VEC bytes.
 
 4. Macros
    SCALES  PER_ROW | BLOCK_128
    TILE_M  rows of activations that share a decoded weight
    TILE_N  rows of weights a team takes, a divisor of 16
+   BUFFERS  2 (default): the next activations are decoded while these are used; 1: where local memory is short
    DENORMALS  see gemv.h
    X_TYPE WG VEC LANES ALIGNED FMA HALF CONVERT_NV  see common.h; VEC 1 to 4, ALIGNED 1: codes lie on multiples of 4 VEC
 
 5. Needs
-   OpenCL C 1.2 full profile; WG / LANES * (LANES + 1) <= 4 * LANES * VEC.
+   OpenCL C 1.2 full profile; WG / LANES * (LANES + 1) <= BUFFERS * 4 * LANES * VEC.
 
 6. Reference
    pyclquant/reference.py: gemv().
@@ -41,6 +42,9 @@
 #endif
 #ifndef TILE_N
 #error "TILE_N: rows of weights is required"
+#endif
+#ifndef BUFFERS
+#define BUFFERS 2
 #endif
 #define WORDS (LANES * VEC) /* words of a row that a team takes at a time */
 #define SPAN (4 * WORDS)    /* and their columns */
@@ -57,6 +61,33 @@ static vuint load_words(__global const uchar *row, uint column, uint k)
 #else
     return ((__global const packed_words_t *)(row + column))->v;
 #endif
+}
+
+#define SHARE ((TILE_M * LANES + WG - 1) / WG) /* vectors of activations that a work-item decodes */
+
+/* A work-item's share of the activations of a span, rows m0 and following: their codes. */
+static void load_share(vuint share[SHARE], __global const uchar *a, uint m0, uint rows, uint span, uint k, uint lid)
+{
+#pragma unroll
+    for (uint i = 0; i < SHARE; i++) {
+        const uint m = (i * WG + lid) / LANES;
+        share[i] = m < TILE_M && m0 + m < rows ? load_words(a + (size_t)(m0 + m) * k, span + (i * WG + lid) % LANES * 4 * VEC, k)
+                                               : (vuint)(0u);
+    }
+}
+
+/* And their values, to a buffer [4][TILE_M][WORDS].  always_inline: see team.h. */
+__attribute__((always_inline))
+static void store_share(__local float *buffer, const vuint share[SHARE], uint lid)
+{
+#pragma unroll
+    for (uint i = 0; i < SHARE; i++) {
+        const uint m = (i * WG + lid) / LANES;
+        if (m < TILE_M)
+#pragma unroll
+            for (uint j = 0; j < 4; j++)
+                *(__local vfloat *)(buffer + (j * TILE_M + m) * WORDS + (i * WG + lid) % LANES * VEC) = activations(share[i], j);
+    }
 }
 
 #if VEC == 1
@@ -79,8 +110,8 @@ void gemv_w8a8(__global const uchar *restrict a, ulong a_offset, __global const 
                __global const uchar *restrict w2, ulong w2_offset, __global const float *restrict s2, ulong s2_offset,
                __global x_t *restrict c, ulong c_offset, uint rows, uint n, uint k, uint ldc, uint n1, uint n2)
 {
-    /* The activations of a span, decoded, [4][TILE_M][WORDS]; at the end the sums of the lanes. */
-    __local float shared[4 * TILE_M * WORDS] __attribute__((aligned(16)));
+    /* The activations of a span, decoded, [BUFFERS][4][TILE_M][WORDS]; at the end the sums of the lanes. */
+    __local float shared[BUFFERS * 4 * TILE_M * WORDS] __attribute__((aligned(16)));
     const uint lid = (uint)get_local_id(0);
     const uint lane = lid % LANES;
     const uint team = lid / LANES;
@@ -109,17 +140,14 @@ void gemv_w8a8(__global const uchar *restrict a, ulong a_offset, __global const 
                 sum[r][m] = 0.0f;
         }
 
+        vuint share[SHARE];
+        load_share(share, a, m0, rows, 0, k, lid);
+        store_share(shared, share, lid);
+        barrier(CLK_LOCAL_MEM_FENCE);
         for (uint span = 0; span < k; span += SPAN) {
             const uint column = span + lane * 4 * VEC;
-            for (uint i = lid; i < TILE_M * LANES; i += WG) {
-                const uint m = m0 + i / LANES;
-                const uint first_column = span + i % LANES * 4 * VEC;
-                const vuint codes = m < rows ? load_words(a + (size_t)m * k, first_column, k) : (vuint)(0u);
-#pragma unroll
-                for (uint j = 0; j < 4; j++)
-                    *(__local vfloat *)(shared + (j * TILE_M + i / LANES) * WORDS + i % LANES * VEC) = activations(codes, j);
-            }
-            barrier(CLK_LOCAL_MEM_FENCE);
+            __local const float *buffer = shared + span / SPAN % BUFFERS * 4 * TILE_M * WORDS;
+            load_share(share, a, m0, rows, span + SPAN, k, lid);
 
             vuint words[TILE_N];
 #pragma unroll
@@ -137,7 +165,7 @@ void gemv_w8a8(__global const uchar *restrict a, ulong a_offset, __global const 
                     sum[r][m] = 0.0f;
                 }
 #endif
-#pragma unroll
+#pragma unroll(TILE_M < 4 ? 4 : 1) /* more would have the compiler load all activations first, and fill the registers */
             for (uint j = 0; j < 4; j++) {
                 vfloat w[TILE_N];
 #pragma unroll
@@ -145,7 +173,7 @@ void gemv_w8a8(__global const uchar *restrict a, ulong a_offset, __global const 
                     w[r] = weights(words[r], j);
 #pragma unroll
                 for (uint m = 0; m < TILE_M; m++) {
-                    const vfloat x = *(__local const vfloat *)(shared + (j * TILE_M + m) * WORDS + lane * VEC);
+                    const vfloat x = *(__local const vfloat *)(buffer + (j * TILE_M + m) * WORDS + lane * VEC);
 #pragma unroll
                     for (uint r = 0; r < TILE_N; r++)
                         sum[r][m] = dot_add(w[r], x, sum[r][m]);
@@ -162,7 +190,11 @@ void gemv_w8a8(__global const uchar *restrict a, ulong a_offset, __global const 
                     sum[r][m] = multiply_add(sum[r][m], scale, whole[r][m]);
             }
 #endif
+#if BUFFERS == 1
             barrier(CLK_LOCAL_MEM_FENCE); /* the next span is written where this one was read */
+#endif
+            store_share(shared + (span / SPAN + 1) % BUFFERS * 4 * TILE_M * WORDS, share, lid);
+            barrier(CLK_LOCAL_MEM_FENCE);
         }
 
         /* A row of weights at a time: lane m of the team adds up the lanes' sums for activation row m. */

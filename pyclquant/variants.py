@@ -363,7 +363,8 @@ def gemv_size(p: Product, tile_m: int) -> str:
 def plan_gemv_base(caps: Capabilities, p: Product) -> Plan:
     """Word by word, a work-group for each row of weights."""
     wg = work_group(caps, 64)
-    macros: Macros = {"TILE_M": min(register_rows(p.rows), wg), "TILE_N": 1, "ALIGNED": 0, **arithmetic(caps)}
+    tile_m = min(register_rows(p.rows), wg)
+    macros: Macros = {"TILE_M": tile_m, "TILE_N": 1, "ALIGNED": 0, "BUFFERS": 1, **arithmetic(caps)}
     return Plan("base", 1, wg, wg, 1, macros)
 
 
@@ -374,7 +375,9 @@ def plan_gemv_vector(caps: Capabilities, p: Product) -> Plan:
     """
     tile_m = register_rows(p.rows)
     how = tuned.find(caps, "gemv/vector", gemv_size(p, tile_m))
-    macros: Macros = {"TILE_M": tile_m, "TILE_N": how["tile_n"], "ALIGNED": 1, **arithmetic(caps)}
+    buffers = 2 if int(caps.reported.get("local_mem_size") or 0) >= 2 * 16 * tile_m * 32 * 4 else 1
+    tiles: Macros = {"TILE_M": tile_m, "TILE_N": how["tile_n"], "BUFFERS": buffers}
+    macros: Macros = {"ALIGNED": 1, **tiles, **arithmetic(caps)}
     return Plan("vector", 4, 32, work_group(caps, how["wg"]), how["tile_n"], macros, (), how.source)
 
 
