@@ -3,6 +3,7 @@
 1. Computes
    bench_read   sums[i] = xor of all words that work-item i read
    bench_copy   dst = src
+   bench_nothing   nothing: what a launch costs
 
 2. Layouts
    src   [vectors * VEC]    uint
@@ -99,4 +100,9 @@ void bench_copy(__global const vuint *src, __global vuint *dst, ulong vectors)
         for (uint u = 0; u < FLIGHT; u++)
             store(dst + i + u * WG, v[u]);
     }
+}
+
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+void bench_nothing(void)
+{
 }

@@ -77,6 +77,17 @@ def seconds_of(dev: Device, enqueue: Enqueue, seconds: float, most: int = 200) -
     return median_seconds(finished, seconds, most=most)
 
 
+def nothing(dev: Device) -> Enqueue:
+    """Runs an empty kernel of one work-group: what a launch costs by itself."""
+    built = dev.programs.kernel("bench.cl", "bench_nothing", {"WG": 1})
+
+    def launch(_: int) -> cl.Event:
+        with dev.programs.lock:
+            return built(dev.queue, (1,), (1,))
+
+    return launch
+
+
 @dataclass(frozen=True)
 class Span:
     """Several commands as one event for `median_device_seconds`: from the end of `first` to the end of `last`."""
