@@ -20,7 +20,7 @@ from pyclquant.bench_w8a8 import act_works, gemv_works, proj_works
 from pyclquant.bench_work import Spec, Work
 from pyclquant.capabilities import Capabilities
 from pyclquant.device import Device
-from pyclquant.floor import COPY, PIECE, Contender, Floors, Plain, Progress, nothing, seconds_of
+from pyclquant.floor import COPY, PIECE, Contender, Floors, Plain, Progress, fastest_arithmetic, nothing, seconds_of
 from pyclquant.growth import Line, halved
 from pyclquant.variants import ACT, GEMV, KV
 from pyclquant.w8a8 import CHUNK
@@ -37,6 +37,9 @@ OPS: dict[str, Callable[[Device, Spec], list[Work]]] = {
 
 VARIANTS = {op: tuple(v.name for v in table) for op, table in (("kv", KV), ("act_quant", ACT), ("gemv", GEMV), ("proj", GEMV))}
 """What can be forced in each family; of a projection, the variant of its GEMV."""
+
+PRODUCTS = ("gemv", "proj")
+"""Families bound by arithmetic when there are many rows."""
 
 Job = tuple[str, Spec]
 """A key of OPS, and what to measure of it."""
@@ -111,12 +114,17 @@ class Growth:
 
 @dataclass(frozen=True)
 class Report:
-    """All of one run; without floors when nothing was right and so nothing timed. launch_us: an empty kernel's time."""
+    """All of one run; without floors when nothing was right and so nothing timed.
+
+    launch_us: an empty kernel's time.  gops: 1e9 operations a second of the fastest kernel of float32 multiply-adds, measured
+    when there are products.
+    """
 
     device: str
     floors: tuple[Floor, ...]
     results: tuple[Result, ...]
     launch_us: float | None = None
+    gops: float | None = None
 
     @property
     def correct(self) -> bool:
@@ -218,6 +226,9 @@ def run(
     plain = fastest_floors(dev, right, progress)
     timed: dict[str, Timer] = {p.name: partial(seconds_of, dev, c.enqueue) for p, c in plain.items()}
     timed["launch"] = partial(seconds_of, dev, nothing(dev))
+    adds = fastest_arithmetic(dev, progress) if any(work.op in PRODUCTS for work in right) else None
+    if adds:
+        timed["multiply-adds"] = partial(seconds_of, dev, adds.enqueue)
     timed |= {work.name: partial(seconds_of, dev, work.enqueue) for work in right}
     names = {peer: f"{peer.name}: {work.name}" for work in reversed(right) for peer in work.peers if with_peers}
     notes = {}
@@ -251,7 +262,8 @@ def run(
                 peers=tuple(beside[peer] for peer in work.peers if with_peers),
                 host_us={call: s * 1e6 for call, s in host.items()} if host else None,
             )
-    return Report(dev.name, tuple(floors.values()), tuple(results), median["launch"] * 1e6)
+    gops = adds.operations / median["multiply-adds"] * 1e-9 if adds else None
+    return Report(dev.name, tuple(floors.values()), tuple(results), median["launch"] * 1e6, gops)
 
 
 def microseconds(seconds: float | None) -> float | None:

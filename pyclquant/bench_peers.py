@@ -155,7 +155,7 @@ class Torch:
         if took > LIMIT:
             raise NotTimedError(f"one run takes {took:.3g} s; limit {LIMIT:g} s")
         if self.device == "cpu":
-            return lambda seconds: median_seconds(run, seconds, least=3)
+            return lambda seconds: median_seconds(run, seconds, least=1)
         return lambda seconds: self.device_seconds(run, seconds)
 
     def device_seconds(self, run: Callable[[int], object], seconds: float, least: int = 5, most: int = 200) -> float:

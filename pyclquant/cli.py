@@ -604,6 +604,7 @@ def bench_json(report: bench.Report) -> dict[str, Any]:
     return {
         "device": report.device,
         "launch_us": report.launch_us,
+        "gops": report.gops,
         "floors": [asdict(floor) for floor in report.floors],
         "results": [asdict(row) for row in report.results],
         "growth": [growth_json(growth) for growth in report.growth],

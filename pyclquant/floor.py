@@ -88,6 +88,65 @@ def nothing(dev: Device) -> Enqueue:
     return launch
 
 
+STEPS = 8192
+"""Of bench_multiply_add: milliseconds on a CPU, a part of one on a GPU."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A kernel of float32 multiply-adds ready to run. operations: of a run, two each.  check: None, or what it got wrong."""
+
+    how: str
+    operations: int
+    enqueue: Enqueue
+    check: Callable[[], str | None]
+
+
+def multiplied_and_added(wg: int, vec: int, unroll: int, steps: int) -> np.ndarray[Any, Any]:
+    """Sums [wg] of a work-group of bench_multiply_add with a = b = 1, exact in float32."""
+    return np.asarray([vec * sum(item + u + steps for u in range(unroll)) for item in range(wg)], np.float32)
+
+
+def arithmetic(dev: Device, wg: int, vec: int, unroll: int, fma: int) -> Arithmetic:
+    """One form of it, with work-items for all of the device. Raises BuildError."""
+    built = dev.programs.kernel("bench.cl", "bench_multiply_add", {"WG": wg, "VEC": vec, "UNROLL": unroll, "FMA": fma})
+    groups = max(1, int(dev.capabilities.reported.get("max_compute_units") or 1) * (16 if wg == 1 else 2048 // wg))
+    sums = cla.empty(dev.queue, groups * wg, np.float32)
+    arguments: list[Any] = [sums.base_data, np.float32(1), np.float32(1), np.uint32(STEPS)]
+
+    def enqueue(_: int) -> cl.Event:
+        with dev.programs.lock:
+            return built(dev.queue, (groups * wg,), (wg,), *arguments)
+
+    def check() -> str | None:
+        enqueue(0)
+        return mismatch(sums.get(), np.tile(multiplied_and_added(wg, vec, unroll, STEPS), groups), "bench_multiply_add")
+
+    how = f"{unroll} chains of {vec} floats a work-item, {wg} a work-group, {'fma()' if fma else 'a * b + c'}"
+    return Arithmetic(how, 2 * STEPS * unroll * vec * groups * wg, enqueue, check)
+
+
+def fastest_arithmetic(dev: Device, progress: Progress) -> Arithmetic | None:
+    """The form with the most operations a second; None when none builds and gives right sums."""
+    caps = dev.capabilities
+    vecs = [n for n in (4, 8, 16) if caps.ok(f"vector{n}")] or [4]
+    side_by_side = (min(256, 1 << (caps.max_work_group_size.bit_length() - 1)), 4, 4)
+    forms = [*((1, vec, 128 // vec) for vec in vecs[-2:]), side_by_side] if caps.is_cpu else [side_by_side]
+    fma = int(caps.ok("fma") and caps.ok("fma_speed"))
+    best: Arithmetic | None = None
+    most = 0.0
+    for wg, vec, unroll in forms:
+        try:
+            found = arithmetic(dev, wg, vec, unroll, fma)
+        except BuildError:
+            continue
+        progress(f"multiply-adds: {found.how}")
+        speed = found.operations / seconds_of(dev, found.enqueue, SEARCH_SECONDS)
+        if speed > most and found.check() is None:
+            best, most = found, speed
+    return best
+
+
 @dataclass(frozen=True)
 class Span:
     """Several commands as one event for `median_device_seconds`: from the end of `first` to the end of `last`."""

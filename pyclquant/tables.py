@@ -223,6 +223,8 @@ def floor_table(report: bench.Report) -> Table:
         t.add_row(f"{f.kind} floor", size(f.nbytes), microseconds(f.median_us), number(f.gb_s), f.how)
     if report.launch_us is not None:
         t.add_row("launch", "", microseconds(report.launch_us), "", "an empty kernel of one work-item")
+    if report.gops is not None:
+        t.add_row("arithmetic", "", "", "", f"{number(report.gops)}e9 operations a second, float32 multiply-adds")
     return t
 
 

@@ -27,6 +27,7 @@ from pyclquant.bench_work import Spec
 from pyclquant.capabilities import Capabilities
 from pyclquant.errors import BuildError
 from pyclquant.formats import FLOAT_DTYPES, FORMATS
+from pyclquant.growth import Line, halved
 from pyclquant.testing import sqnr_db
 from pyclquant.variants import ACT, GEMV, KV, Blocks, Product, cannot
 
@@ -121,6 +122,58 @@ def test_right_results_keep_their_speed_beside_a_wrong_one(timed, monkeypatch):
     assert [r.correct for r in report.results] == [True, False]
     assert [r.median_us is None for r in report.results] == [False, True]
     assert report.results[0].peers == ()
+
+
+# ---- sizes ----
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_line_through_costs(scale):
+    points = [(n, scale * (5e-6 + n / 2e9)) for n in (1000, 4000, 64000, 1 << 20)]
+    line = Line.through(points[::-1])
+    assert line.points == tuple(points)
+    assert line.launch == pytest.approx(scale * 5e-6)
+    assert line.bandwidth == pytest.approx(2e9 / scale)
+    assert abs(line.worst) < 1e-6
+    assert line.seconds(3000) == pytest.approx(scale * (5e-6 + 1.5e-6))
+    off = [(n, t * (1.3 if n == 4000 else 1)) for n, t in points]
+    line = Line.through(off)
+    assert line.worst_nbytes == 4000
+    assert 0.1 < line.worst < 0.3
+    assert line.worst == pytest.approx(dict(off)[4000] / line.seconds(4000) - 1)
+
+
+def test_line_has_no_negative_launch():
+    line = Line.through([(1000, 0.5e-6), (2000, 2e-6), (3000, 3e-6), (4000, 4e-6)])
+    assert line.launch == 0.0
+    assert line.seconds(1000) > 0.5e-6
+
+
+def test_no_line_through_what_does_not_grow_or_two_sizes():
+    assert Line.through([]) is None
+    assert Line.through([(1, 1.0), (2, 2.0), (2, 2.1)]) is None
+    assert Line.through([(1000, 3e-6), (2000, 2e-6), (3000, 1e-6)]) is None
+
+
+def test_halved_sizes():
+    assert halved(65536, 256) == (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    assert halved(17408, 1024, 128) == (1024, 2176, 4352, 8704, 17408)
+    assert halved(300, 256) == (300,)
+    assert halved(1 << 20, 4096, factor=4) == (4096, 16384, 65536, 262144, 1048576)
+
+
+def test_growth_of_a_report():
+    def at(nbytes, us, fmt="int8", rows=None):
+        what = ("gemv", fmt, "row", (nbytes,), rows, nbytes, 1, "read")
+        return bench.Result(*what, us is not None, "", us)
+
+    points = [at(n, 2 + n / 100) for n in (100, 200, 400)]
+    others = [at(100, 1.0, rows=8), at(200, 1.0, rows=8), at(100, None, "int4"), at(200, 3.0, "int4"), at(300, 4.0, "int4")]
+    (growth,) = bench.Report("x", (), (*points, *others)).growth
+    assert (growth.op, growth.format, growth.variant, growth.rows) == ("gemv", "int8", "row", None)
+    assert (growth.line.launch * 1e6, growth.line.bandwidth) == pytest.approx((2.0, 1e8))
+    assert growth.name == "gemv int8 row"
+    assert replace(growth, rows=8).name == "gemv int8 row M=8"
 
 
 def test_tile_mismatch():
@@ -556,6 +609,31 @@ def test_floor_that_is_wrong_everywhere_is_none(timed):
     floors.data = floors.data + np.uint32(1)
     with pytest.raises(UnsupportedDeviceError, match=r"expected one that reads and copies a buffer.*bench_copy: expected"):
         floors.fastest(True, lambda _: None)
+
+
+@pytest.mark.parametrize(("wg", "vec", "unroll", "fma"), [(1, 4, 32, 0), (1, 8, 4, 0), (64, 4, 4, 0), (64, 4, 4, 1)])
+def test_multiply_adds_are_computed(timed, monkeypatch, wg, vec, unroll, fma):
+    monkeypatch.setattr(floor, "STEPS", 37)
+    found = floor.arithmetic(timed, wg, vec, unroll, fma)
+    assert found.check() is None
+    groups = found.operations / (2 * 37 * unroll * vec * wg)
+    assert groups == int(groups)
+    monkeypatch.setattr(floor, "multiplied_and_added", lambda *a: np.ones(wg, np.float32))
+    assert "bench_multiply_add: expected" in found.check()
+
+
+def test_sums_of_multiply_adds():
+    x = np.arange(3, dtype=np.float32)[:, None, None] + np.arange(4, dtype=np.float32)[:, None] + np.zeros(8, np.float32)
+    for _ in range(5):
+        x = x * np.float32(1) + np.float32(1)
+    assert (floor.multiplied_and_added(3, 8, 4, 5) == x.sum((1, 2))).all()
+
+
+def test_arithmetic_that_is_wrong_everywhere_is_none(timed, monkeypatch):
+    monkeypatch.setattr(floor, "STEPS", 3)
+    assert floor.fastest_arithmetic(timed, lambda _: None).operations > 0
+    monkeypatch.setattr(floor, "multiplied_and_added", lambda wg, *_: np.ones(wg, np.float32))
+    assert floor.fastest_arithmetic(timed, lambda _: None) is None
 
 
 def test_candidates_follow_the_device():

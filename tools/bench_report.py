@@ -109,10 +109,14 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def us(value: float | None) -> str:
-    """Microseconds with three or four digits, milliseconds from a thousand on."""
+    """Microseconds with three digits, in a larger unit from a thousand on."""
     if value is None:
         return "-"
-    return f"{value:.3g} µs" if value < 999.5 else f"{value * 1e-3:.3g} ms"
+    for unit in ("µs", "ms"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} s"
 
 
 def beside(r: Result, names: Sequence[str]) -> list[str]:
@@ -123,8 +127,11 @@ def beside(r: Result, names: Sequence[str]) -> list[str]:
 
 def floors(report: Report) -> str:
     """The floors, and the cost of a launch."""
-    rows = [[f"{f.kind} floor", size(f.nbytes), us(f.median_us), number(f.gb_s, 0), f.how] for f in report.floors]
-    return table(("floor", "bytes", "time", "GB/s", "fastest form"), rows) + f"\nAn empty kernel: {us(report.launch_us)}.\n"
+    rows = [[f"{f.kind} floor", size(f.nbytes), us(f.median_us), number(f.gb_s), f.how] for f in report.floors]
+    found = table(("floor", "bytes", "time", "GB/s", "fastest form"), rows) + f"\nAn empty kernel: {us(report.launch_us)}."
+    if report.gops:
+        found += f" Float32 multiply-adds: {number(report.gops, 0)} billion operations a second."
+    return found + "\n"
 
 
 def kv_tables(report: Report) -> Iterator[str]:
@@ -132,7 +139,7 @@ def kv_tables(report: Report) -> Iterator[str]:
     names = peer_names(report.results)
     rows = []
     for r in report.results:
-        figures = [us(r.median_us), number(r.gb_s, 0), f"{r.of_floor:.1%}"] if r.of_floor else wrong(r)
+        figures = [us(r.median_us), number(r.gb_s), f"{r.of_floor:.1%}"] if r.of_floor else wrong(r)
         rows.append([r.op, r.format, r.variant, *figures, *beside(r, names)])
     yield table(("operation", "format", "variant", "time", "GB/s", "of the copy floor", *names), rows)
     yield floors(report)
@@ -167,7 +174,7 @@ def gemv_tables(report: Report) -> Iterator[str]:
     for m in dict.fromkeys(r.rows for r in report.results):
         mine = {(r.format, r.variant): r for r in report.results if r.rows == m}
         cells = [product_cell(mine[c]) if c in mine else "" for c in columns]
-        peers = {peer.name: peer for r in mine.values() for peer in r.peers}
+        peers = {peer.name: peer for r in reversed(mine.values()) for peer in r.peers}  # the first layout's
         rows.append([str(m), *cells, *(us(peers[name].median_us) if name in peers else "" for name in names)])
     yield table(("M", *(" ".join(c) for c in columns), *names), rows)
     yield floors(report)
@@ -196,7 +203,7 @@ def growth_tables(report: Report) -> Iterator[str]:
     for g in report.growth:
         sizes = [nbytes for nbytes, _ in g.line.points]
         what = [g.name, str(len(sizes)), f"{size(sizes[0])} to {size(sizes[-1])}", us(g.line.launch * 1e6)]
-        rows.append([*what, number(g.line.bandwidth * 1e-9, 0), f"{g.line.worst:+.1%} at {size(g.line.worst_nbytes)}"])
+        rows.append([*what, number(g.line.bandwidth * 1e-9), f"{g.line.worst:+.1%} at {size(g.line.worst_nbytes)}"])
     yield "The line time = launch + bytes / bandwidth with the least squares of relative deviations:\n"
     yield table(("operation", "sizes", "bytes", "launch", "GB/s", "worst deviation"), rows)
     yield from (f"WRONG: {r.op} {r.format} {list(r.shape)}: {r.detail}\n" for r in report.results if not r.correct)
