@@ -547,11 +547,63 @@ def test_plots(run, tmp_path):
     pytest.importorskip("matplotlib")
     tensors = ("bench", "--op", "kv", "--shape", "96,64", "--seconds", 0)
     projections = ("bench", "--op", "act_quant,gemv", "--shape", "64,128", "--rows", "1,3", "--seconds", 0)
-    for n, command in enumerate((("kv", SAMPLE), tensors, projections)):
+    several = ("bench", "--op", "kv", "--format", "int4", "--shape", "96,64", "--shape", "960,64", "--seconds", 0)
+    for n, command in enumerate((("kv", SAMPLE), tensors, projections, several)):
         path = tmp_path / f"{n}.png"
         code, _, err = run(*command, "--plot", path)
         assert (code, err) == (0, "")
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def drawn(monkeypatch, report, tmp_path):
+    """The panels of the figure of a report, by title."""
+    pytest.importorskip("matplotlib")
+    kept = []
+    monkeypatch.setattr(plot, "save", lambda fig, path: kept.append(fig))
+    plot.plot_bench(report, tmp_path / "k.png")
+    return {ax.get_title(loc="left"): ax for ax in kept[0].axes}
+
+
+def result(op, format, shape, rows, nbytes, operations, us, floor="read"):
+    """A right one, of a floor of 100 GB/s."""
+    return bench.Result(
+        op, format, "row", shape, rows, nbytes, operations, floor, True, "", us, nbytes / us * 1e-3, nbytes / us * 1e-5
+    )
+
+
+def test_roofline_has_the_measured_roofs(monkeypatch, tmp_path):
+    floors = (bench.Floor("read", 10**6, 10.0, 100.0, ""),)
+    results = [result("gemv", "per_row", (1000, 1000), m, 10**6, 2 * 10**6 * m, 20.0 * m) for m in (4, 1)]
+    wrong = bench.Result("gemv", "block_128", "row", (1000, 1000), 1, 10**6, 2 * 10**6, "read", False, "off")
+    panels = drawn(monkeypatch, bench.Report("x", floors, (*results, wrong), 1.0, 150.0), tmp_path)
+    assert set(panels) == {"Roofline", "Time over the floor"}
+    memory, arithmetic, gemv = panels["Roofline"].get_lines()
+    assert [y / x for x, y in memory.get_xydata()] == pytest.approx([100.0, 100.0])
+    assert memory.get_xydata()[1] == pytest.approx([1.5, 150.0])
+    assert arithmetic.get_xydata() == pytest.approx(np.array([[1.5, 150.0], [24.0, 150.0]]))
+    assert gemv.get_xydata() == pytest.approx(np.array([[2.0, 100.0], [8.0, 100.0]]))
+    assert [t.get_text() for t in panels["Roofline"].get_legend().get_texts()] == [
+        "read floor, 100 GB/s",
+        "float32 units, 150 billion operations a second",
+        "gemv per_row row",
+    ]
+    (line, _) = panels["Time over the floor"].get_lines()
+    assert line.get_xydata() == pytest.approx(np.array([[1.0, 2.0], [4.0, 8.0]]))
+
+
+def test_costs_against_size_have_their_line(monkeypatch, tmp_path):
+    floors = tuple(bench.Floor("copy", n, n / 1e5, 100.0, "") for n in (10**6, 10**7))
+    results = [result("kv_quantize", "int4", (n, 1), None, n, n, 3 + n / 5e4, "copy") for n in (10**6, 10**7, 10**5)]
+    panels = drawn(monkeypatch, bench.Report("x", floors, tuple(results), 1.0), tmp_path)
+    title = "Cost against size: time = launch + bytes / bandwidth"
+    assert set(panels) == {"Roofline", title}
+    fitted, points, floor_line = panels[title].get_lines()
+    assert points.get_xydata() == pytest.approx(np.array([[0.1, 5.0], [1.0, 23.0], [10.0, 203.0]]))
+    assert fitted.get_xydata()[[0, -1]] == pytest.approx(np.array([[0.1, 5.0], [10.0, 203.0]]))
+    assert floor_line.get_xydata() == pytest.approx(np.array([[1.0, 10.0], [10.0, 100.0]]))
+    legend = panels[title].get_legend().get_texts()[0].get_text()
+    assert legend.startswith("kv_quantize int4 row: 3 µs + bytes / 50 GB/s, ")
+    assert len(panels["Roofline"].get_lines()) == 2  # the copy floor, and the largest size alone
 
 
 def test_plot_without_matplotlib(run, monkeypatch, tmp_path):
