@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 Timer = Callable[[float], float]
 """Measures for so many seconds: median seconds of a run."""
 
-LIMIT = 3.0
+LIMIT = 2.0
 """Seconds: what would take longer for one run is not run."""
 LIMIT_BYTES = 2 << 30
 """Host memory for the decoded weights of a product in NumPy."""

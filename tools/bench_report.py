@@ -85,12 +85,14 @@ def sections(dev: Device) -> tuple[Section, ...]:
     n, k = HOST
     spec = Spec(weight=HOST, rows=(1, 8))
     found.append(Section("proj", f"Whole projection and its host time, {n} × {k}", (("proj", spec),), proj_tables))
-    growing = [
-        *(("kv", s) for s in bench.specs("kv", Spec(), [tensor], sweep=True)),
-        *(("act_quant", s) for s in bench.specs("act_quant", Spec(rows=(rows,)), [(1, GROWING_K[cpu])], sweep=True)),
-        *(("gemv", s) for s in bench.specs("gemv", Spec(rows=(1, 8)), [GROWING[cpu]], sweep=True)),
-    ]
-    found.append(Section("growth", "Growth in bytes", tuple(growing), growth_tables, peers=False))
+    growing = {
+        "kv": bench.specs("kv", Spec(), [tensor], sweep=True),
+        "act_quant": bench.specs("act_quant", Spec(rows=(rows,)), [(1, GROWING_K[cpu])], sweep=True),
+        "gemv": bench.specs("gemv", Spec(rows=(1, 8)), [GROWING[cpu]], sweep=True),
+    }
+    for op, specs in growing.items():
+        jobs = tuple((op, spec) for spec in specs)
+        found.append(Section(f"growth_{op}", f"Growth in bytes, {op}", jobs, growth_tables, peers=False))
     return tuple(found)
 
 
