@@ -554,7 +554,8 @@ def bench_command(
     if plot_file is not None and report.floors:
         plot.plot_bench(report, plot_file)
     if as_json:
-        print_json(bench_json(report))
+        how = {"dtype": dtype, "granularity": granularity or "per_head", "group_size": size, "seconds": seconds}
+        print_json({"pyclquant": pyclquant.__version__, **how, **bench_json(report)})
     else:
         print_bench(report, spec)
     raise typer.Exit(0 if report.correct else 1)

@@ -142,7 +142,7 @@ def marks(format: str, others: Sequence[object], other: object) -> dict[str, Any
 def plot_roofline(ax: Axes, results: Sequence[Result], report: Report) -> None:
     """Operations a second against operations a byte under the measured roofs: a line for what differs in rows alone.
 
-    Of several sizes the largest is drawn.
+    Of several sizes the largest is drawn. A floor of buffers a tenth as large as others is none: its time is mostly launch.
     """
     largest: dict[tuple[str, str, str, int | None], Result] = {}
     for r in sorted(results, key=lambda r: r.nbytes):
@@ -153,14 +153,15 @@ def plot_roofline(ax: Axes, results: Sequence[Result], report: Report) -> None:
         series.setdefault((r.op, r.format, r.variant), []).append(point)
     points = [p for values in series.values() for p in values]
     left, right = 0.5 * min(x for x, _ in points), 3 * max(x for x, _ in points)
+    floors = [f for f in report.floors if 10 * f.nbytes > max(other.nbytes for other in report.floors)]
     for kind, style in (("read", "--"), ("copy", "-")):
-        floor = max((f for f in report.floors if f.kind == kind), key=lambda f: f.nbytes, default=None)
+        floor = max((f for f in floors if f.kind == kind), key=lambda f: f.nbytes, default=None)
         if floor:
             reach = [left, max(left, min(right, report.gops / floor.gb_s if report.gops else right))]
             label = f"{kind} floor, {floor.gb_s:,.4g} GB/s"
             ax.plot(reach, [x * floor.gb_s for x in reach], style, color=GREY, label=label)
     if report.gops:
-        start = min(right, max(left, report.gops / max(f.gb_s for f in report.floors)))
+        start = min(right, max(left, report.gops / max(f.gb_s for f in floors)))
         label = f"float32 units, {report.gops:,.0f} billion operations a second"
         ax.plot([start, right], [report.gops] * 2, ":", color="black", label=label)
     others = [(op, variant) for op, _, variant in series]

@@ -393,7 +393,10 @@ def test_bench(run_json, dev):
         assert r["rows"] is r["host_us"] is None
         assert [(p["name"], p["median_us"] > 0, p["note"]) for p in r["peers"]] == [("NumPy", True, "")]
     assert found["launch_us"] > 0
+    assert found["gops"] is None
     assert found["growth"] == []
+    how = [found[key] for key in ("pyclquant", "dtype", "granularity", "group_size", "seconds")]
+    assert how == [version("pyclquant"), "bfloat16", "per_head", 64, 0]
 
 
 RESULT = {
@@ -572,7 +575,7 @@ def result(op, format, shape, rows, nbytes, operations, us, floor="read"):
 
 
 def test_roofline_has_the_measured_roofs(monkeypatch, tmp_path):
-    floors = (bench.Floor("read", 10**6, 10.0, 100.0, ""),)
+    floors = (bench.Floor("read", 10**6, 10.0, 100.0, ""), bench.Floor("copy", 10**5, 10.0, 10.0, ""))
     results = [result("gemv", "per_row", (1000, 1000), m, 10**6, 2 * 10**6 * m, 20.0 * m) for m in (4, 1)]
     wrong = bench.Result("gemv", "block_128", "row", (1000, 1000), 1, 10**6, 2 * 10**6, "read", False, "off")
     panels = drawn(monkeypatch, bench.Report("x", floors, (*results, wrong), 1.0, 150.0), tmp_path)
