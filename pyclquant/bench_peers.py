@@ -32,7 +32,7 @@ LIMIT = 2.0
 """Seconds: what would take longer for one run is not run."""
 LIMIT_BYTES = 2 << 30
 """Host memory for the decoded weights of a product in NumPy."""
-COMPILING = 60.0
+COMPILING = 40.0
 """Seconds that all calls of torch.compile of a process may take together; what comes after is timed as it is."""
 
 

@@ -59,6 +59,7 @@ def test_report_of_quantizers(report, dev):
     assert set(found) == {"date", "device", "platform", "driver", "host", "versions", "seconds", "sections"}
     assert {"python", "numpy", "pyopencl"} <= set(found["versions"])
     assert text.startswith(f"# {found['device']}, {found['date']}\n")
+    assert "Shapes are tiny" in text
     assert len(rows_of(text, "kv_")) == 8
     assert len(rows_of(text, "act_quant")) == 4
     for row in rows_of(text, "kv_"):

@@ -293,6 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dev = Device.pick(args.device, profiling=True)
     about = machine(dev)
     text = [heading(about)]
+    if args.small:
+        text[0] += "\nShapes are tiny, whatever the titles say: a trial of the tool.\n"
     print(text[0], flush=True)
     kept: dict[str, Any] = {**about, "seconds": args.seconds, "sections": {}}
     good = True
