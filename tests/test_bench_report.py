@@ -56,7 +56,7 @@ def test_report_of_quantizers(report, dev):
     assert list(found["sections"]) == ["kv", "act_quant"]
     assert found["device"] == dev.capabilities.reported["name"]
     assert found["driver"] == dev.capabilities.reported["driver_version"]
-    assert set(found) == {"date", "device", "platform", "driver", "host", "versions", "seconds", "sections"}
+    assert set(found) == {"date", "device", "platform", "driver", "host", "load", "versions", "seconds", "sections"}
     assert {"python", "numpy", "pyopencl"} <= set(found["versions"])
     assert text.startswith(f"# {found['device']}, {found['date']}\n")
     assert "Shapes are tiny" in text

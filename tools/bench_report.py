@@ -230,7 +230,7 @@ def processor() -> str:
 
 
 def machine(dev: Device) -> dict[str, Any]:
-    """Date, device, driver, host and versions."""
+    """Date, device, driver, host, its load (others' work, which spoils the figures of CPUs) and versions."""
     r = dev.capabilities.reported
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -238,6 +238,7 @@ def machine(dev: Device) -> dict[str, Any]:
         "platform": r["platform_name"],
         "driver": r["driver_version"],
         "host": f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+        "load": round(os.getloadavg()[0], 1),
         "versions": {
             "python": platform.python_version(),
             **{n: v for n in ("pyclquant", "numpy", "torch", "pyopencl") if (v := installed(n))},
@@ -250,7 +251,7 @@ def heading(about: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in about["versions"].items())
     return (
         f"# {about['device']}, {about['date']}\n"
-        f"\n{about['platform']}, driver {about['driver']}. Host: {about['host']}. {versions}.\n"
+        f"\n{about['platform']}, driver {about['driver']}. Host: {about['host']}, load {about['load']} before. {versions}.\n"
         f"\n`{' '.join(['python', *sys.argv])}`. Medians; NumPy on the host; peers as installed.\n"
     )
 
