@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -10,21 +12,28 @@ import pyopencl as cl
 import pyopencl.array as cla
 
 from pyclquant import kv, reference
-from pyclquant.bench_work import Array, Spec, Work, check_memory, repeated, sample
+from pyclquant.bench_peers import Peer, Torch, numpy_peer, torch_beside
+from pyclquant.bench_work import Array, Spec, Work, check_memory, repeated, repeated_on_device, sample, spoil
 from pyclquant.device import Device
 from pyclquant.floor import Enqueue, buffer_sets, copying, reading, span
 from pyclquant.formats import FLOAT_DTYPES, FORMATS, Format
-from pyclquant.testing import mismatch
+from pyclquant.testing import bits, mismatch
 
 TILE = 8191
 """Rows of random data; they repeat to the end. A prime, so that a row read from a wrong place shows."""
+
+OPERATIONS = {False: (4, 2), True: (5, 3)}
+"""Of an element, to quantize and back: |x|, max, x / scale, round, and convert, · scale; asymmetric formats: min, max,
+x − min, / scale, round, and convert, · scale, + min."""
 
 
 def tile_mismatch(got: Array, tile: Array, what: str) -> str | None:
     """As `mismatch(got, repeated(tile, len(got)))`, without making the latter."""
     for start in range(0, len(got), len(tile)):
         piece = got[start : start + len(tile)]
-        wrong = mismatch(piece, tile[: len(piece)], f"{what}[{start}:]")
+        want = tile[: len(piece)]
+        same = piece.dtype == want.dtype and np.array_equal(bits(piece), bits(want))  # which looks for no NaN: seconds
+        wrong = None if same else mismatch(piece, want, f"{what}[{start}:]")
         if wrong:
             return wrong
     return None
@@ -50,36 +59,86 @@ def kv_works(dev: Device, spec: Spec) -> list[Work]:
     check_memory(dev, int(np.prod(spec.shape, dtype=object)) * FLOAT_DTYPES[spec.dtype].itemsize, "tensor")
     per_row = int(np.prod(spec.shape[1:-1], dtype=np.int64))
     tile = sample((min(rows, max(1, TILE // per_row)), *spec.shape[1:]), spec.dtype)
-    plans = [kv.plan_for(dev, spec.shape, spec.dtype, f, force=spec.variant, **spec.blocks(FORMATS[f])) for f in spec.formats]
-    x = repeated(tile, rows)
-    sets = buffer_sets(dev, x.nbytes + x.size)
-    xs = [cla.to_device(dev.queue, x) for _ in range(sets)]
+    plans = {
+        (f, force): kv.plan_for(dev, spec.shape, spec.dtype, f, force=force, **spec.blocks(FORMATS[f]))
+        for f in spec.formats
+        for force in spec.variants
+    }
+    elements = math.prod(spec.shape)
+    sets = buffer_sets(dev, elements * (tile.itemsize + 1))
+    xs = [repeated_on_device(dev, tile, rows) for _ in range(sets)]
     ys = [cla.empty_like(xs[0]) for _ in range(sets)]
+    torch = torch_beside(dev)
+    tensors = cache(lambda: torch.repeated(tile, rows, sets) if torch else [])
     works = []
-    for name, plan in zip(spec.formats, plans, strict=True):
-        works += kv_format_works(dev, spec, FORMATS[name], plan.variant, tile, xs, ys)
+    for name in spec.formats:
+        peers = kv_peers(spec, FORMATS[name], tile, torch, tensors)
+        for force in spec.variants:
+            works += kv_format_works(dev, spec, FORMATS[name], plans[name, force].variant, force, tile, xs, ys, peers)
     return works
 
 
+def kv_peers(
+    spec: Spec, fmt: Format, tile: Array, torch: Torch | None, tensors: Callable[[], list[Any]]
+) -> tuple[tuple[Peer, ...], tuple[Peer, ...]]:
+    """Of quantize and of dequantize. tensors: torch's, made when they are first wanted."""
+    how = spec.blocks(fmt)
+    rows = spec.shape[0]
+    x = cache(lambda: repeated(tile, rows))
+    part = reference.quantize(tile, fmt, **how)
+    share = len(tile) / rows
+
+    def back(q: tuple[Array, Array, Array | None], shape: tuple[int, ...]) -> object:
+        return reference.dequantize(*q, fmt, shape, dtype=spec.dtype, **how)
+
+    @cache
+    def quantized() -> tuple[Array, Array, Array | None]:
+        codes, scales, mins = part
+        scales = scales if how["granularity"] == "per_tensor" else repeated(scales, rows)
+        return repeated(codes, rows), scales, None if mins is None else repeated(mins, rows)
+
+    there = [
+        numpy_peer(lambda: reference.quantize(tile, fmt, **how), share, lambda: partial(reference.quantize, x(), fmt, **how))
+    ]
+    and_back = [numpy_peer(lambda: back(part, tile.shape), share, lambda: partial(back, quantized(), spec.shape))]
+    if torch:
+        block = {"per_tensor": math.prod(spec.shape), "per_token": math.prod(spec.shape[1:])}.get(how["granularity"])
+        quantize, dequantize = torch.kv_peers(fmt, block or how["group_size"] or spec.shape[-1], spec, tensors)
+        there.append(quantize)
+        and_back.append(dequantize)
+    return tuple(there), tuple(and_back)
+
+
 def kv_format_works(
-    dev: Device, spec: Spec, fmt: Format, variant: str, tile: Array, xs: Sequence[cla.Array], ys: Sequence[cla.Array]
+    dev: Device,
+    spec: Spec,
+    fmt: Format,
+    variant: str,
+    force: str | None,
+    tile: Array,
+    xs: Sequence[cla.Array],
+    ys: Sequence[cla.Array],
+    peers: tuple[tuple[Peer, ...], tuple[Peer, ...]],
 ) -> list[Work]:
     """Quantize and dequantize of one format over rotated buffers: xs [*shape] to codes, codes to ys."""
     how = spec.blocks(fmt)
     sets = len(xs)
-    qs = [kv.quantize(dev, x, fmt, force=spec.variant, **how) for x in xs]
+    qs = [kv.quantize(dev, x, fmt, force=force, **how) for x in xs]
     codes, scales, mins = reference.quantize(tile, fmt, **how)
     values = reference.dequantize(codes, scales, mins, fmt, tile.shape, dtype=spec.dtype, **how)
     moved = xs[0].nbytes + xs[0].size
     floors = (copying(moved), reading(moved // 2))
 
     def quantize(i: int) -> Any:
-        return quantize_event(dev, xs[i % sets], qs[i % sets], spec.variant)
+        return quantize_event(dev, xs[i % sets], qs[i % sets], force)
 
     def dequantize(i: int) -> Any:
-        return kv.dequantize(dev, qs[i % sets], spec.dtype, out=ys[i % sets], force=spec.variant).events[-1]
+        return kv.dequantize(dev, qs[i % sets], spec.dtype, out=ys[i % sets], force=force).events[-1]
 
     def check_quantize() -> str | None:
+        for a in (qs[0].codes, qs[0].scales):
+            spoil(dev, a)
+        quantize_event(dev, xs[0], qs[0], force)
         got = qs[0].get()
         for part, want in (("codes", codes), ("scales", scales), ("mins", mins)):
             a = getattr(got, part)
@@ -89,20 +148,16 @@ def kv_format_works(
         return None
 
     def check_dequantize() -> str | None:
+        spoil(dev, ys[0])
         dequantize(0)
         return tile_mismatch(ys[0].get(), values, "values")
 
-    def work(op: str, enqueue: Enqueue, check: Callable[[], str | None], in_numpy: Callable[[], object]) -> Work:
+    def work(op: str, enqueue: Enqueue, check: Callable[[], str | None], back: bool) -> Work:
+        operations = OPERATIONS[fmt.asymmetric][back] * xs[0].size
         nbytes = xs[0].nbytes + qs[0].nbytes
-        share = len(tile) / spec.shape[0]
-        return Work(op, fmt.name, variant, spec.shape, nbytes, enqueue, check, floors, in_numpy, share)
+        return Work(op, fmt.name, variant, spec.shape, nbytes, operations, enqueue, check, floors, peers[back])
 
     return [
-        work("kv_quantize", quantize, check_quantize, lambda: reference.quantize(tile, fmt, **how)),
-        work(
-            "kv_dequantize",
-            dequantize,
-            check_dequantize,
-            lambda: reference.dequantize(codes, scales, mins, fmt, tile.shape, dtype=spec.dtype, **how),
-        ),
+        work("kv_quantize", quantize, check_quantize, False),
+        work("kv_dequantize", dequantize, check_dequantize, True),
     ]

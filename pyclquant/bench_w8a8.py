@@ -1,4 +1,4 @@
-"""The W8A8 operations for the bench: quantizers of activations, the GEMV alone, the whole projection, and torch beside them."""
+"""The W8A8 operations for the bench: quantizers of activations, the GEMV alone, the whole projection."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from importlib import import_module
-from importlib.util import find_spec
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,70 +14,115 @@ import pyopencl as cl
 import pyopencl.array as cla
 
 from pyclquant import reference, w8a8
-from pyclquant.arrays import on_host
-from pyclquant.bench_work import Array, Spec, Timer, Work, check_memory, repeated, sample
+from pyclquant.bench_peers import LIMIT_BYTES, NotTimedError, Peer, Torch, numpy_peer, torch_beside
+from pyclquant.bench_work import Array, Spec, Work, check_memory, repeated, repeated_on_device, sample, spoil
 from pyclquant.device import Device
 from pyclquant.floor import Enqueue, buffer_sets, copying, reading, span
 from pyclquant.formats import EPS, FLOAT_DTYPES
 from pyclquant.program import Launch
 from pyclquant.testing import mismatch, product_mismatch
 
-TILE = 1021
+TILE = 509
 """Rows of random weights; they repeat to the end. A prime, so that a row read from a wrong place shows."""
 CHECKED = 8
 """Blocks of 128 columns of a product that are compared with the reference: the first, the last and some between."""
-IN_NUMPY = 1024
-"""Columns of a product for which NumPy is timed."""
+QUANTIZING = 4
+"""Operations of an element of activations: |x|, max, x / scale, round."""
+SILU = 6
+"""More of them for SiLU: exp, 1 + e, g / it, · up, round, and the sign of g."""
 
 
 @dataclass(frozen=True)
-class Rotated:
-    """A weight [N, K] in as many buffers as it takes to leave the caches. codes, scales: the same on the host."""
+class Case:
+    """A weight [N, K] in as many buffers as it takes to leave the caches, and activations for it.
+
+    tile: the first rows of the codes, which repeat.  scales: of the weight, random.
+    x: [most rows, K].  a, a_scales: the same quantized.  Each number of rows takes the first ones.
+    """
 
     copies: tuple[w8a8.Weight, ...]
-    codes: Array
+    tile: Array
     scales: Array
+    x: Array
+    a: Array
+    a_scales: Array
 
     @staticmethod
-    def of(dev: Device, spec: Spec, scale_layout: str) -> Rotated:
-        """Random, quantized on the device. Raises ShapeError, DTypeError as `w8a8.quantize_weight`, or when it is too large."""
+    def of(dev: Device, spec: Spec, scale_layout: str) -> Case:
+        """Random. Raises ShapeError, DTypeError as `w8a8.Weight`, or when it is too large."""
         n, k = spec.weight
         check_memory(dev, n * k, "weight")
-        w = repeated(sample((min(n, TILE), k), "bfloat16"), n)
-        codes, scales = (on_host(a) for a in w8a8.quantize_weight(dev, w, scale_layout))
-        sets = buffer_sets(dev, codes.nbytes + scales.nbytes)
-        return Rotated(tuple(w8a8.Weight(dev, [(codes, scales)]) for _ in range(sets)), codes, scales)
+        tile = reference.encode(sample((min(n, TILE), k), "float32") * np.float32(64), reference.E4M3)
+        shape = w8a8.scales_shape(n, k, w8a8.check_layout(scale_layout))
+        scales = np.random.default_rng(2).uniform(0.5e-3, 1.5e-3, shape).astype(np.float32)
+        sets = buffer_sets(dev, n * k)
+        copies = [w8a8.Weight(dev, [(repeated_on_device(dev, tile, n), scales)]) for _ in range(sets)]
+        x = sample((max(spec.rows), k), spec.dtype)
+        return Case(tuple(copies), tile, scales, x, *reference.act_quant(x, scale_layout))
 
     @property
     def scale_layout(self) -> str:
         """Of all copies."""
         return self.copies[0].scale_layout
 
-    @cached_property
-    def decoded(self) -> Array:
-        """The first IN_NUMPY rows as float32 [n, K]."""
-        codes = self.codes[:IN_NUMPY]
-        return decoded(codes, self.scales, 1 if self.scale_layout == "per_row" else w8a8.CHUNK)
+    @property
+    def n(self) -> int:
+        """Rows of the weight."""
+        return self.copies[0].n
 
-    def check(self, codes: Array, scales: Array, got: Array) -> str | None:
-        """None, or the worst of the CHECKED blocks of columns of got [M, N], the product with activations on the host."""
-        blocks = -(-len(self.codes) // w8a8.CHUNK)
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales of the weight."""
+        return int(self.n * self.tile.shape[1] + self.scales.nbytes)
+
+    def quantized(self, rows: int) -> tuple[Array, Array, Array]:
+        """Codes and scales of the first rows of activations, and the scales of the weight."""
+        return self.a[:rows], self.a_scales[:rows], self.scales
+
+    def rows_of_scales(self, rows: slice) -> slice:
+        """Where the scales of a block of rows of weights are."""
+        return rows if self.scale_layout == "per_row" else slice(rows.start // w8a8.CHUNK, -(-rows.stop // w8a8.CHUNK))
+
+    def decoded(self, n: int) -> Array:
+        """Float32 values [n, K] of the first n rows of the weight."""
+        values = repeated(self.tile.astype(np.float32), n)
+        values *= spread(self.scales[self.rows_of_scales(slice(0, n))], 1 if self.scale_layout == "per_row" else w8a8.CHUNK, n)
+        return values
+
+    @cached_property
+    def whole(self) -> Array:
+        """All of them. Raises NotTimedError when they are too many for the host."""
+        nbytes = 4 * self.n * self.tile.shape[1]
+        if nbytes > LIMIT_BYTES:
+            raise NotTimedError(f"its float32 weights would be {nbytes * 1e-9:.3g} GB; limit {LIMIT_BYTES * 1e-9:.3g} GB")
+        return self.decoded(self.n)
+
+    @cached_property
+    def exact(self) -> list[tuple[slice, Array, Array]]:
+        """CHECKED blocks of columns: which, the exact product with all of the activations, the magnitude of its terms."""
+        found = []
+        blocks = -(-self.n // w8a8.CHUNK)
         for block in np.unique(np.linspace(0, blocks - 1, CHECKED).astype(int)):
-            rows = slice(block * w8a8.CHUNK, min((block + 1) * w8a8.CHUNK, len(self.codes)))
-            w_scales = self.scales[rows if self.scale_layout == "per_row" else slice(block, block + 1)]
-            exact, magnitude = reference.gemv(codes, scales, [(self.codes[rows], w_scales)], self.scale_layout)
-            wrong = product_mismatch(got[:, rows], exact, magnitude, codes.shape[1], f"result[:, {rows.start}:{rows.stop}]")
+            rows = slice(int(block) * w8a8.CHUNK, min((int(block) + 1) * w8a8.CHUNK, self.n))
+            weight = self.tile[np.arange(rows.start, rows.stop) % len(self.tile)], self.scales[self.rows_of_scales(rows)]
+            found.append((rows, *reference.gemv(self.a, self.a_scales, [weight], self.scale_layout)))
+        return found
+
+    def check(self, got: Array) -> str | None:
+        """None, or the worst of the CHECKED blocks of columns of got [M, N], the product with the first M activations."""
+        m = len(got)
+        for rows, exact, magnitude in self.exact:
+            what = f"result[:, {rows.start}:{rows.stop}]"
+            wrong = product_mismatch(got[:, rows], exact[:m], magnitude[:m], self.x.shape[1], what)
             if wrong:
                 return wrong
         return None
 
 
-def decoded(codes: Array, scales: Array, tile_rows: int) -> Array:
-    """Float32 values of codes [rows, K]; tile_rows rows share a scale."""
-    values = codes.astype(np.float32)
-    tall = np.repeat(scales, tile_rows, axis=0)[: len(codes)]
-    values *= tall[:, None] if scales.ndim == 1 else np.repeat(tall, w8a8.CHUNK, axis=1)
-    return values
+def spread(scales: Array, tile_rows: int, rows: int) -> Array:
+    """Factors of codes [rows, K] as [rows, K] or [rows, 1]; tile_rows rows share a scale."""
+    tall = np.repeat(scales, tile_rows, axis=0)[:rows]
+    return tall[:, None] if scales.ndim == 1 else np.repeat(tall, w8a8.CHUNK, axis=1)
 
 
 def bound(dev: Device, launches: Sequence[Launch], out: cla.Array) -> w8a8.Prepared:
@@ -103,13 +146,20 @@ def in_turn(dev: Device, prepared: Sequence[w8a8.Prepared], launches: int) -> En
 
 def act_works(dev: Device, spec: Spec) -> list[Work]:
     """`act_quant` and `act_quant_silu` for each scale layout and number of rows. Raises what they raise."""
-    return [act_work(dev, spec, silu, layout, rows) for silu in (False, True) for layout in spec.scales for rows in spec.rows]
+    works = []
+    torch = torch_beside(dev)
+    for silu in (False, True):
+        most = [sample((max(spec.rows), spec.weight[1]), spec.dtype, seed) for seed in range(1 + silu)]
+        for layout in spec.scales:
+            for rows in spec.rows:
+                works += act_rows_works(dev, spec, [a[:rows] for a in most], layout, torch)
+    return works
 
 
-def act_work(dev: Device, spec: Spec, silu: bool, scale_layout: str, rows: int) -> Work:
-    """One quantizer on x, or gate and up, [rows, K]."""
-    k = spec.weight[1]
-    inputs = [sample((rows, k), spec.dtype, seed) for seed in range(1 + silu)]
+def act_rows_works(dev: Device, spec: Spec, inputs: Sequence[Array], scale_layout: str, torch: Torch | None) -> list[Work]:
+    """One quantizer on x, or gate and up, [rows, K], in each variant."""
+    rows, k = inputs[0].shape
+    silu = len(inputs) == 2
 
     def in_numpy() -> tuple[Array, Array]:
         if silu:
@@ -118,105 +168,151 @@ def act_work(dev: Device, spec: Spec, silu: bool, scale_layout: str, rows: int) 
 
     want = in_numpy()
     moved = sum(a.nbytes for a in inputs) + rows * k
-    made = []
-    for _ in range(buffer_sets(dev, moved)):
-        on_device = [cla.to_device(dev.queue, a) for a in inputs]
-        made.append(w8a8.act_launches(dev, on_device, rows, k, scale_layout, None, EPS, spec.variant))
-    prepared = [bound(dev, launches, acts.codes) for acts, launches in made]
-    acts, launches = made[0]
+    sets = buffer_sets(dev, moved)
+    peers = [numpy_peer(in_numpy, 1.0, lambda: in_numpy)]
+    if torch:
+        peers.append(torch.act_peer(inputs, k if scale_layout == "per_row" else w8a8.CHUNK, sets))
+    on_device = [[cla.to_device(dev.queue, a) for a in inputs] for _ in range(sets)]
+    works = []
+    for force in spec.variants:
+        made = [w8a8.act_launches(dev, arrays, rows, k, scale_layout, None, EPS, force) for arrays in on_device]
+        acts, launches = made[0]
+        prepared = [bound(dev, launches, acts.codes) for acts, launches in made]
 
-    def check() -> str | None:
-        prepared[0].enqueue()
-        wrong = (mismatch(a.get(), b, part) for part, a, b in zip(acts._fields, acts, want, strict=True))
-        return next((w for w in wrong if w), None)
+        def check(prepared: w8a8.Prepared = prepared[0], acts: w8a8.Activations = acts) -> str | None:
+            spoil(dev, acts.codes)
+            spoil(dev, acts.scales)
+            prepared.enqueue()
+            wrong = (mismatch(a.get(), b, part) for part, a, b in zip(acts._fields, acts, want, strict=True))
+            return next((w for w in wrong if w), None)
 
-    return Work(
-        "act_quant_silu" if silu else "act_quant",
-        scale_layout,
-        launches[0].plan.variant,
-        (rows, k),
-        moved + want[1].nbytes,
-        in_turn(dev, prepared, len(launches)),
-        check,
-        (copying(moved),),
-        in_numpy,
-        rows=rows,
-    )
+        works.append(
+            Work(
+                "act_quant_silu" if silu else "act_quant",
+                scale_layout,
+                launches[0].plan.variant,
+                (rows, k),
+                moved + want[1].nbytes,
+                rows * k * (QUANTIZING + silu * SILU),
+                in_turn(dev, prepared, len(launches)),
+                check,
+                (copying(moved),),
+                tuple(peers),
+                rows,
+            )
+        )
+    return works
 
 
 # ---- products ----
 
 
-def gemv_works(dev: Device, spec: Spec) -> list[Work]:
-    """The GEMV alone, on activations that are quantized already, for each scale layout and number of rows."""
-    scratch = w8a8.Scratch.alloc(dev, spec.weight[1])
-    works = []
+def cases(dev: Device, spec: Spec) -> list[tuple[Case, Callable[[], list[Any]] | None]]:
+    """For each scale layout the weight and activations; with per_row torch's weights, to be made when they are wanted."""
+    torch = torch_beside(dev)
+    found: list[tuple[Case, Callable[[], list[Any]] | None]] = []
     for layout in spec.scales:
-        weights = Rotated.of(dev, spec, layout)
-        peer = torch_beside(dev, weights) if layout == "per_row" else None
-        works += [gemv_work(dev, spec, weights, scratch, rows, peer) for rows in spec.rows]
+        case = Case.of(dev, spec, layout)
+        weights = partial(torch.repeated, case.tile, case.n, len(case.copies)) if torch else None
+        found.append((case, cache(weights) if weights and layout == "per_row" else None))
+    return found
+
+
+def gemv_works(dev: Device, spec: Spec) -> list[Work]:
+    """The GEMV alone, on activations that are quantized already, for each scale layout, number of rows and variant."""
+    scratch = w8a8.Scratch.alloc(dev, spec.weight[1])
+    torch = torch_beside(dev)
+    works = []
+    for case, weights in cases(dev, spec):
+        for rows in spec.rows:
+            peers = [numpy_product(case, rows)]
+            if torch and weights:
+                peers += torch.product_peers(weights, case.x[:rows], case.quantized(rows))
+            works += [gemv_work(dev, spec, case, scratch, rows, tuple(peers), force) for force in spec.variants]
     return works
 
 
-def gemv_work(dev: Device, spec: Spec, weights: Rotated, scratch: w8a8.Scratch, rows: int, peer: Torch | None) -> Work:
+def numpy_product(case: Case, rows: int, quantize: bool = False) -> Peer:
+    """Float32 values of the weights times those of the activations, which may be quantized on the way."""
+    n = min(case.n, TILE)
+    first = cache(lambda: case.decoded(n))
+
+    def product(weights: Array) -> Array:
+        a, scales = case.a[:rows], case.a_scales[:rows]
+        if quantize:
+            a, scales = reference.act_quant(case.x[:rows], case.scale_layout)
+        return np.asarray((a.astype(np.float32) * spread(scales, 1, rows)) @ weights.T)
+
+    return numpy_peer(lambda: product(first()), n / case.n, lambda: partial(product, case.whole))
+
+
+def gemv_work(
+    dev: Device, spec: Spec, case: Case, scratch: w8a8.Scratch, rows: int, peers: tuple[Peer, ...], force: str | None
+) -> Work:
     """One product. The activations stay where they are: in a model they have just been written."""
     n, k = spec.weight
-    codes, scales = reference.act_quant(sample((rows, k), spec.dtype), weights.scale_layout)
+    codes, scales = case.a[:rows], case.a_scales[:rows]
     acts = w8a8.Activations(cla.to_device(dev.queue, codes), cla.to_device(dev.queue, scales))
-    outs = [cla.empty(dev.queue, (rows, n), FLOAT_DTYPES[spec.dtype]) for _ in weights.copies]
-    made = [w8a8.gemv_launches(dev, acts, w, c, scratch, spec.variant) for w, c in zip(weights.copies, outs, strict=True)]
+    outs = [cla.empty(dev.queue, (rows, n), FLOAT_DTYPES[spec.dtype]) for _ in case.copies]
+    made = [w8a8.gemv_launches(dev, acts, w, c, scratch, force) for w, c in zip(case.copies, outs, strict=True)]
     prepared = [bound(dev, launches, c) for launches, c in zip(made, outs, strict=True)]
-    a = decoded(codes, scales, 1)
 
     def check() -> str | None:
+        spoil(dev, outs[0])
         prepared[0].enqueue()
-        return weights.check(codes, scales, outs[0].get())
+        return case.check(outs[0].get())
 
     return Work(
         "gemv",
-        weights.scale_layout,
+        case.scale_layout,
         made[0][-1].plan.variant,
         (n, k),
-        weights.codes.nbytes + weights.scales.nbytes + codes.nbytes + scales.nbytes + outs[0].nbytes,
+        case.nbytes + codes.nbytes + scales.nbytes + outs[0].nbytes,
+        2 * rows * n * k,
         in_turn(dev, prepared, len(made[0])),
         check,
         (reading(n * k),),
-        lambda: a @ weights.decoded.T,
-        len(weights.decoded) / n,
+        peers,
         rows,
-        peer.timer(codes, scales) if peer else None,
     )
 
 
 def proj_works(dev: Device, spec: Spec) -> list[Work]:
-    """Quantizer and GEMV as a prepared projection, for each scale layout and number of rows, with the host's time for it."""
+    """Quantizer and GEMV as a prepared projection, for each scale layout, number of rows and variant, with the host's time."""
     scratch = w8a8.Scratch.alloc(dev, spec.weight[1])
+    torch = torch_beside(dev)
     works = []
-    for layout in spec.scales:
-        weights = Rotated.of(dev, spec, layout)
-        works += [proj_work(dev, spec, weights, scratch, rows) for rows in spec.rows]
+    for case, weights in cases(dev, spec):
+        for rows in spec.rows:
+            peers = [numpy_product(case, rows, quantize=True)]
+            if torch and weights:
+                peers.append(torch.projection_peer(weights, case.x[:rows], case.quantized(rows)))
+            works += [proj_work(dev, spec, case, scratch, rows, tuple(peers), force) for force in spec.variants]
     return works
 
 
-def proj_work(dev: Device, spec: Spec, weights: Rotated, scratch: w8a8.Scratch, rows: int) -> Work:
+def proj_work(
+    dev: Device, spec: Spec, case: Case, scratch: w8a8.Scratch, rows: int, peers: tuple[Peer, ...], force: str | None
+) -> Work:
     """One projection x [rows, K] -> [rows, N]."""
     n, k = spec.weight
-    layout = weights.scale_layout
-    x = sample((rows, k), spec.dtype)
+    layout = case.scale_layout
+    x = case.x[:rows]
     on_device = cla.to_device(dev.queue, x)
-    outs = [cla.empty(dev.queue, (rows, n), FLOAT_DTYPES[spec.dtype]) for _ in weights.copies]
-    how: dict[str, Any] = {"scratch": scratch, "force": spec.variant}
-    prepared = [w8a8.prepare(dev, on_device, w, spec.dtype, out=c, **how) for w, c in zip(weights.copies, outs, strict=True)]
+    outs = [cla.empty(dev.queue, (rows, n), FLOAT_DTYPES[spec.dtype]) for _ in case.copies]
+    how: dict[str, Any] = {"scratch": scratch, "force": force}
+    prepared = [w8a8.prepare(dev, on_device, w, spec.dtype, out=c, **how) for w, c in zip(case.copies, outs, strict=True)]
     acts = scratch.activations(rows, k, layout)
-    gemv = w8a8.gemv_launches(dev, acts, weights.copies[0], outs[0], scratch, spec.variant)
+    gemv = w8a8.gemv_launches(dev, acts, case.copies[0], outs[0], scratch, force)
 
     def check() -> str | None:
+        spoil(dev, outs[0])
         prepared[0].enqueue()
-        return weights.check(*reference.act_quant(x, layout), outs[0].get())
+        return case.check(outs[0].get())
 
     def host(seconds: float) -> dict[str, float]:
         plain = Device(cl.CommandQueue(dev.context, dev.queue.device), dev.capabilities)  # profiling costs the host too
-        w, c = weights.copies[0], outs[0]
+        w, c = case.copies[0], outs[0]
         again = w8a8.prepare(plain, on_device, w, spec.dtype, out=c, **how)
         return {
             "enqueue": host_seconds(plain.queue, again.enqueue, seconds),
@@ -228,12 +324,14 @@ def proj_work(dev: Device, spec: Spec, weights: Rotated, scratch: w8a8.Scratch, 
         layout,
         gemv[-1].plan.variant,
         (n, k),
-        weights.codes.nbytes + weights.scales.nbytes + x.nbytes + 2 * (acts.codes.nbytes + acts.scales.nbytes) + outs[0].nbytes,
+        case.nbytes + x.nbytes + 2 * (acts.codes.nbytes + acts.scales.nbytes) + outs[0].nbytes,
+        2 * rows * n * k + QUANTIZING * x.size,
         in_turn(dev, prepared, 1 + len(gemv)),
         check,
         (reading(n * k),),
-        rows=rows,
-        host=host,
+        peers,
+        rows,
+        host,
     )
 
 
@@ -249,75 +347,3 @@ def host_seconds(queue: cl.CommandQueue, call: Callable[[], object], seconds: fl
         times.append(time.perf_counter() - start)
         queue.finish()
     return statistics.median(times)
-
-
-# ---- torch ----
-
-
-def torch_beside(dev: Device, weights: Rotated) -> Torch | None:
-    """Torch's product of the same weights on the same GPU; None without torch or CUDA, or on another device."""
-    if "nvidia" not in str(dev.capabilities.reported.get("vendor")).lower() or find_spec("torch") is None:
-        return None
-    torch = import_module("torch")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = dev.capabilities.reported.get("name")
-    index = next((i for i in range(count) if torch.cuda.get_device_name(i) == name), None)
-    return None if index is None else Torch(torch, f"cuda:{index}", weights)
-
-
-class Torch:
-    """`torch._scaled_mm` with a scale for each row, bfloat16 out, over as many copies of the weights as ours."""
-
-    BATCH = 20
-    """Runs that are enqueued together."""
-    SLEEP = 4_000_000
-    """Cycles for which the GPU waits meanwhile, so that the host's own time lies outside: about two milliseconds."""
-
-    def __init__(self, torch: Any, device: str, weights: Rotated) -> None:
-        self.torch, self.device = torch, device
-        codes = self.e4m3(weights.codes)
-        scales = torch.from_numpy(weights.scales).to(device)[None, :]
-        self.weights = [(codes.clone().t(), scales.clone()) for _ in weights.copies]
-
-    def e4m3(self, codes: Array) -> Any:
-        """Codes as a tensor."""
-        return self.torch.from_numpy(codes.view(np.uint8)).to(self.device).view(self.torch.float8_e4m3fn)
-
-    def timer(self, codes: Array, scales: Array) -> Timer:
-        """Times the product with activations codes [M, K] and scales [M]; more rows of zeros where torch refuses M."""
-        rows = len(codes)
-        try:
-            return self.timer_of(codes, scales)
-        except RuntimeError:
-            more = -rows % 16
-            return self.timer_of(np.pad(codes.view(np.uint8), ((0, more), (0, 0))), np.pad(scales, (0, more)))
-
-    def timer_of(self, codes: Array, scales: Array) -> Timer:
-        """Raises RuntimeError when torch refuses the shape."""
-        torch = self.torch
-        a, a_scales = self.e4m3(codes), torch.from_numpy(scales).to(self.device)[:, None]
-
-        def run(i: int) -> None:
-            w, w_scales = self.weights[i % len(self.weights)]
-            torch._scaled_mm(a, w, scale_a=a_scales, scale_b=w_scales, out_dtype=torch.bfloat16)
-
-        def seconds_of(seconds: float, least: int = 5, most: int = 200) -> float:
-            times: list[float] = []
-            end = time.perf_counter() + seconds
-            with torch.cuda.device(self.device):
-                while len(times) < least or (time.perf_counter() < end and len(times) < most):
-                    torch.cuda._sleep(self.SLEEP)
-                    events = []
-                    for i in range(self.BATCH):
-                        begin, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                        begin.record()
-                        run(len(times) + i)
-                        done.record()
-                        events.append((begin, done))
-                    torch.cuda.synchronize()
-                    times += [begin.elapsed_time(done) * 1e-3 for begin, done in events]
-            return statistics.median(times)
-
-        run(0)
-        torch.cuda.synchronize(self.device)
-        return seconds_of

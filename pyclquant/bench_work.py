@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyopencl as cl
+import pyopencl.array as cla
 
+from pyclquant.bench_peers import Peer
 from pyclquant.device import Device
 from pyclquant.errors import ShapeError
 from pyclquant.floor import Enqueue, Plain
@@ -15,13 +18,11 @@ from pyclquant.formats import DEFAULT_GROUP_SIZE, FLOAT_DTYPES, FORMATS, Format
 from pyclquant.w8a8 import SCALE_LAYOUTS
 
 Array = np.ndarray[Any, Any]
-Timer = Callable[[float], float]
-"""Measures for so many seconds: median seconds of a run."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What to measure. dtype: of the float side.  variant: forced, or None.
+    """What to measure. dtype: of the float side.  variants: forced, each in turn; None lets the device choose.
 
     K/V: shape is [rows, dim] or [tokens, heads, dim].  granularity: None is per_head; int4 is per_group whatever it
     says.  group_size: for per_group.
@@ -29,12 +30,12 @@ class Spec:
     scales: layouts.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] = (1, 1)
     formats: tuple[str, ...] = tuple(FORMATS)
     dtype: str = "bfloat16"
     granularity: str | None = None
     group_size: int = DEFAULT_GROUP_SIZE
-    variant: str | None = None
+    variants: tuple[str | None, ...] = (None,)
     weight: tuple[int, int] = (8192, 8192)
     rows: tuple[int, ...] = (1, 8, 32)
     scales: tuple[str, ...] = SCALE_LAYOUTS
@@ -48,10 +49,11 @@ class Spec:
 class Work:
     """One operation on one format or scale layout, ready to run. nbytes: read and written by a run.
 
+    operations: of its arithmetic as `reference` writes it down: products, sums, comparisons, divisions, roundings.
     shape: of the tensor; (M, K) of a quantizer of activations, (N, K) of a projection.  rows: M, None for K/V.
     check: None, or the first difference from the reference.  floors: what is measured beside it; it is compared with the
-    first.  reference: the same in NumPy, on `reference_share` of the output; None where it would tell nothing new.
-    torch: times torch's own.  host: measures for so many seconds and gives the host's median seconds in each kind of call.
+    first.  peers: the same by other libraries; works that are the same to them share theirs.
+    host: measures for so many seconds and gives the host's median seconds in each kind of call.
     """
 
     op: str
@@ -59,19 +61,19 @@ class Work:
     variant: str
     shape: tuple[int, ...]
     nbytes: int
+    operations: int
     enqueue: Enqueue
     check: Callable[[], str | None]
     floors: tuple[Plain, ...]
-    reference: Callable[[], object] | None = None
-    reference_share: float = 1.0
+    peers: tuple[Peer, ...] = ()
     rows: int | None = None
-    torch: Timer | None = None
     host: Callable[[float], dict[str, float]] | None = None
 
     @property
     def name(self) -> str:
-        """Operation, format or scale layout, and rows: no other work of a run has it."""
-        return f"{self.op} {self.format}" + (f" M={self.rows}" if self.rows else "")
+        """Operation, format or scale layout, variant, shape and rows: no other work of a run has it."""
+        rows = f" M={self.rows}" if self.rows else ""
+        return f"{self.op} {self.format} {self.variant} {'×'.join(map(str, self.shape))}{rows}"
 
 
 def block_options(fmt: Format, granularity: str | None, group_size: int) -> dict[str, Any]:
@@ -98,3 +100,23 @@ def sample(shape: tuple[int, ...], dtype: str, seed: int = 1) -> Array:
 def repeated(tile: Array, rows: int) -> Array:
     """`tile` repeated along the first axis up to `rows`."""
     return np.concatenate([tile] * (rows // len(tile)) + [tile[: rows % len(tile)]])
+
+
+def repeated_on_device(dev: Device, tile: Array, rows: int) -> cla.Array:
+    """`repeated` there: only the tile travels, what there is already is copied behind itself."""
+    out = cla.empty(dev.queue, (rows, *tile.shape[1:]), tile.dtype)
+    row = tile.nbytes // len(tile)
+    done = min(rows, len(tile))
+    buffer: Any = out.base_data
+    cl.enqueue_copy(dev.queue, buffer, np.ascontiguousarray(tile[:done]))
+    while done < rows:
+        more = min(done, rows - done)  # done is a multiple of the tile's rows
+        cl.enqueue_copy(dev.queue, buffer, buffer, byte_count=more * row, dst_offset=done * row)
+        done += more
+    dev.queue.finish()
+    return out
+
+
+def spoil(dev: Device, a: Any) -> None:
+    """Overwrite an output, a pyopencl array: memory of an earlier run may hold what is right."""
+    cl.enqueue_fill_buffer(dev.queue, a.base_data, np.uint8(0xA5), 0, a.nbytes)

@@ -10,7 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -106,16 +106,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 # ---- what the commands share ----
 
 
+def plain(value: Any) -> Any:
+    """As JSON takes it: lists, and null for what JSON has no number for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
 def print_json(value: object) -> None:
-    """JSON on stdout, with null for what JSON has no number for."""
-
-    def plain(v: Any) -> Any:
-        if isinstance(v, float):
-            return v if math.isfinite(v) else None
-        if isinstance(v, dict):
-            return {k: plain(x) for k, x in v.items()}
-        return [plain(x) for x in v] if isinstance(v, list | tuple) else v
-
+    """JSON on stdout."""
     typer.echo(json.dumps(plain(value), indent=1, allow_nan=False))
 
 
@@ -461,13 +462,21 @@ def bench_command(
         list[str] | None, typer.Option(metavar="NAME", help=f"Of {', '.join(bench.OPS)}; repeat or join by commas; default: all.")
     ] = None,
     shape: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="SIZES",
-            help="With --op. kv: ROWS,DIM or TOKENS,HEADS,DIM; default 262144,128 on CPUs, 1048576,128 on GPUs. "
+            help="With --op; repeat. kv: ROWS,DIM or TOKENS,HEADS,DIM; default 262144,128 on CPUs, 1048576,128 on GPUs. "
             f"gemv and proj: N,K of the weights; act_quant: K or N,K; default {','.join(map(str, Spec.weight))}.",
         ),
     ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep",
+            help="Each shape, a half of it, a quarter and so on (N of gemv and proj, K of act_quant; kv: by fours), "
+            "and the line time = launch + bytes / bandwidth through the times.",
+        ),
+    ] = False,
     rows: Annotated[
         list[str] | None,
         typer.Option(
@@ -488,15 +497,20 @@ def bench_command(
     granularity: GranularityOption = None,
     group_size: GroupSizeOption = None,
     variant: Annotated[
-        str | None, typer.Option(help=f"Force one of {', '.join(ALL_VARIANTS)}; operations without it are left out.")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Force {', '.join(ALL_VARIANTS)}; repeat or join by commas; operations without any are left out.",
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.0, help="Time for each operation and each floor.")] = 1.0,
-    no_reference: Annotated[bool, typer.Option("--no-reference", help="Do not time NumPy.")] = False,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Time neither NumPy nor torch.")] = False,
     plot_file: PlotOption = None,
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time each operation against the device's own read and copy, and NumPy; also against torch, if it is on the same GPU.
+    """Time each operation against the device's own read and copy, NumPy on the host, and torch, if that is installed, on
+    the same device.
 
     kv: K/V tensors to codes and back.
 
@@ -506,7 +520,8 @@ def bench_command(
 
     proj: both, with the host's time for a prepared and for a direct call.
     """
-    ops = chosen_ops(op, variant)
+    forced = joined(variant)
+    ops = chosen_ops(op, forced)
     for option, given, having in (
         ("--format", format, ("kv",)),
         ("--granularity", granularity, ("kv",)),
@@ -524,35 +539,39 @@ def bench_command(
         for layout in layouts:
             w8a8.check_layout(layout)
     counts = parse_rows(joined(rows)) or Spec.rows
-    sizes = parse_shape(shape, ops) if shape is not None else ()
+    shapes = [parse_shape(text, ops) for text in shape or ()]
     if plot_file is not None:
         plot.check_plot(plot_file)
     dev = pick(device, as_json)
-    tensor = sizes if sizes and "kv" in ops else bench.default_shape(dev.capabilities)
-    weight = (sizes[0], sizes[-1]) if sizes and "kv" not in ops else Spec.weight
-    spec = Spec(tensor, formats, dtype, granularity, size, variant, weight, counts, layouts)
+    spec = Spec((1, 1), formats, dtype, granularity, size, (None,), Spec.weight, counts, layouts)
+    jobs = []
+    for name in ops:
+        mine = replace(spec, variants=tuple(v for v in forced if v in bench.VARIANTS[name]) or (None,))
+        default = bench.default_shape(dev.capabilities) if name == "kv" else Spec.weight
+        jobs += [(name, s) for s in bench.specs(name, mine, shapes or [default], sweep)]
     with steps(as_json) as step:
-        report = bench.run(dev, spec, ops, seconds, not no_reference, step)
+        report = bench.run(dev, jobs, seconds, not no_peers, step)
     if plot_file is not None and report.floors:
         plot.plot_bench(report, plot_file)
     if as_json:
-        print_json(bench_json(report))
+        how = {"dtype": dtype, "granularity": granularity or "per_head", "group_size": size, "seconds": seconds}
+        print_json({"pyclquant": pyclquant.__version__, **how, **bench_json(report)})
     else:
         print_bench(report, spec)
     raise typer.Exit(0 if report.correct else 1)
 
 
-def chosen_ops(names: Sequence[str] | None, variant: str | None) -> tuple[str, ...]:
-    """Families of bench.OPS, all by default; of these the ones that have the variant."""
+def chosen_ops(names: Sequence[str] | None, variants: Sequence[str]) -> tuple[str, ...]:
+    """Families of bench.OPS, all by default; of these the ones that have one of the variants. All are of one at least."""
     ops = joined(names) or tuple(bench.OPS)
     for name in ops:
         if name not in bench.OPS:
             raise typer.BadParameter(f"expected one of {', '.join(bench.OPS)}, got {name!r}", param_hint="--op")
-    having = tuple(name for name in ops if variant is None or variant in bench.VARIANTS[name])
-    if not having:
-        known = dict.fromkeys(v for name in ops for v in bench.VARIANTS[name])
-        raise typer.BadParameter(f"expected one of {', '.join(known)}, got {variant!r}", param_hint="--variant")
-    return having
+    known = dict.fromkeys(v for name in ops for v in bench.VARIANTS[name])
+    for variant in variants:
+        if variant not in known:
+            raise typer.BadParameter(f"expected one of {', '.join(known)}, got {variant!r}", param_hint="--variant")
+    return tuple(name for name in ops if not variants or set(variants) & set(bench.VARIANTS[name]))
 
 
 def parse_shape(text: str, ops: Sequence[str]) -> tuple[int, ...]:
@@ -585,8 +604,24 @@ def bench_json(report: bench.Report) -> dict[str, Any]:
     """`bench --json`."""
     return {
         "device": report.device,
+        "launch_us": report.launch_us,
+        "gops": report.gops,
         "floors": [asdict(floor) for floor in report.floors],
         "results": [asdict(row) for row in report.results],
+        "growth": [growth_json(growth) for growth in report.growth],
+    }
+
+
+def growth_json(growth: bench.Growth) -> dict[str, Any]:
+    """A line of `bench --json`."""
+    line = growth.line
+    return {
+        **{key: getattr(growth, key) for key in ("op", "format", "variant", "rows")},
+        "launch_us": line.launch * 1e6,
+        "gb_s": line.bandwidth * 1e-9,
+        "worst": line.worst,
+        "worst_nbytes": line.worst_nbytes,
+        "points": [{"nbytes": nbytes, "median_us": seconds * 1e6} for nbytes, seconds in line.points],
     }
 
 
@@ -594,11 +629,11 @@ def print_bench(report: bench.Report, spec: Spec) -> None:
     """The report for people."""
     out = console()
     out.print(report.device, style="bold cyan", markup=False)
-    out.print(tables.floor_table(report.floors))
+    out.print(tables.floor_table(report))
     tensors = [r for r in report.results if r.rows is None]
     if tensors:
         scales = f"scales {spec.granularity or 'per_head'}, int4 per_group {spec.group_size}"
-        text = f"{' × '.join(map(str, spec.shape))} of {spec.dtype}, {scales}; GB/s count bytes read and written"
+        text = f"{spec.dtype}, {scales}; GB/s count bytes read and written"
         out.print(f"\n{text}", markup=False)
         out.print(tables.kv_bench_table(tensors))
     projections = [r for r in report.results if r.rows is not None]
@@ -609,3 +644,8 @@ def print_bench(report: bench.Report, spec: Spec) -> None:
     if any(r.host_us for r in projections):
         out.print()
         out.print(tables.host_table(projections))
+    if report.growth:
+        out.print()
+        out.print(tables.growth_table(report.growth))
+    for note in tables.peer_notes(report.results):
+        out.print(f"note: {note}", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -214,12 +215,16 @@ def selftest_table(results: Sequence[Result]) -> Table:
     return t
 
 
-def floor_table(floors: Sequence[bench.Floor]) -> Table:
-    """The floors: bytes that a run moves, time, and the form of the kernel that won."""
+def floor_table(report: bench.Report) -> Table:
+    """The floors: bytes that a run moves, time, and the form of the kernel that won; and what a launch costs."""
     figures = ("bytes", "median", "GB/s")
     t = table("floor", *figures, "fastest form", right=figures)
-    for f in floors:
+    for f in report.floors:
         t.add_row(f"{f.kind} floor", size(f.nbytes), microseconds(f.median_us), number(f.gb_s), f.how)
+    if report.launch_us is not None:
+        t.add_row("launch", "", microseconds(report.launch_us), "", "an empty kernel of one work-item")
+    if report.gops is not None:
+        t.add_row("arithmetic", "", "", "", f"{number(report.gops)}e9 operations a second, float32 multiply-adds")
     return t
 
 
@@ -228,30 +233,53 @@ def microseconds(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{number(value, digits)} µs"
 
 
-def in_numpy(r: bench.Result) -> tuple[str, str]:
-    """NumPy's time, and how many times as long as ours it is."""
-    if r.reference_us is None or r.median_us is None:
-        return "", ""
-    return microseconds(r.reference_us, 0), f"{r.reference_us / r.median_us:.1f}×"
+def peer_names(results: Sequence[bench.Result]) -> list[str]:
+    """Headings for the other libraries' times."""
+    return list(dict.fromkeys(peer.name for r in results for peer in r.peers))
+
+
+def of_peers(r: bench.Result, names: Sequence[str]) -> list[str]:
+    """The times of the other libraries, `-` for what was not timed."""
+    found = {peer.name: peer for peer in r.peers}
+    return [(microseconds(found[name].median_us) or "-") if name in found else "" for name in names]
+
+
+def peer_notes(results: Sequence[bench.Result]) -> list[str]:
+    """What is to be said of the other libraries' times, each once: how they ran, or why not; of which, unless it is of all."""
+    notes: dict[tuple[str, str], list[str]] = {}
+    count = Counter(peer.name for r in results for peer in r.peers)
+    for r in results:
+        for peer in r.peers:
+            if peer.note:
+                of = f"{r.op} {r.format} {'×'.join(map(str, r.shape))}" + (f" M={r.rows}" if r.rows else "")
+                notes.setdefault((peer.name, peer.note), []).append(of)
+    return [
+        f"{name}, {note}" + (f": {', '.join(dict.fromkeys(of))}" if len(of) < count[name] else "")
+        for (name, note), of in notes.items()
+    ]
 
 
 def kv_bench_table(results: Sequence[bench.Result]) -> Table:
     """A row for each K/V operation and format."""
-    figures = ("median", "GB/s", "of copy", "NumPy", "faster")
-    t = table("operation", "format", "variant", *figures, "result", right=figures)
+    names = peer_names(results)
+    figures = ("median", "GB/s", "of copy", *names)
+    t = table(
+        "operation", "format", "variant", "shape", *figures, "result", right=figures, whole=("operation", "format", "shape")
+    )
     for r in results:
+        what = (r.op, r.format, r.variant, "×".join(map(str, r.shape)))
         if r.median_us is None:
-            t.add_row(r.op, r.format, r.variant, *[""] * len(figures), Text(f"WRONG: {r.detail}", "red"))
+            t.add_row(*what, *[""] * len(figures), Text(f"WRONG: {r.detail}", "red"))
             continue
         speed = (microseconds(r.median_us), number(r.gb_s), f"{r.of_floor:.1%}")
-        t.add_row(r.op, r.format, r.variant, *speed, *in_numpy(r), Text("right", "green"))
+        t.add_row(*what, *speed, *of_peers(r, names), Text("right", "green"))
     return t
 
 
 def w8a8_bench_table(results: Sequence[bench.Result]) -> Table:
-    """A row for each W8A8 operation, scale layout and number of rows; with torch's times where there are any."""
-    peer = any(r.torch_us is not None for r in results)
-    figures = ("M", "median", "GB/s", "× floor", *(["torch"] if peer else []), "NumPy", "faster")
+    """A row for each W8A8 operation, scale layout and number of rows."""
+    names = peer_names(results)
+    figures = ("M", "median", "GB/s", "× floor", *names)
     t = table(
         "operation", "scales", "variant", "shape", *figures, "result", right=figures, whole=("operation", "scales", "shape")
     )
@@ -261,8 +289,7 @@ def w8a8_bench_table(results: Sequence[bench.Result]) -> Table:
             t.add_row(*what, *[""] * (len(figures) - 1), Text(f"WRONG: {r.detail}", "red"))
             continue
         speed = (microseconds(r.median_us), number(r.gb_s), number(1 / r.of_floor, 2))
-        beside = [microseconds(r.torch_us)] if peer else []
-        t.add_row(*what, *speed, *beside, *in_numpy(r), Text("right", "green"))
+        t.add_row(*what, *speed, *of_peers(r, names), Text("right", "green"))
     return t
 
 
@@ -270,7 +297,20 @@ def host_table(results: Sequence[bench.Result]) -> Table:
     """What the host spends on a call, for the operations of which that was measured."""
     rows = [r for r in results if r.host_us]
     calls = tuple(dict.fromkeys(call for r in rows for call in r.host_us or {}))
-    t = table("host time of", "scales", "M", *(f"{call}()" for call in calls), right=("M", *(f"{call}()" for call in calls)))
+    figures = ("M", *(f"{call}()" for call in calls))
+    t = table("host time of", "scales", "shape", *figures, right=figures, whole=("shape",))
     for r in rows:
-        t.add_row(r.op, r.format, str(r.rows), *(microseconds((r.host_us or {}).get(call)) for call in calls))
+        shape = "×".join(map(str, r.shape))
+        t.add_row(r.op, r.format, shape, str(r.rows), *(microseconds((r.host_us or {}).get(call)) for call in calls))
+    return t
+
+
+def growth_table(lines: Sequence[bench.Growth]) -> Table:
+    """The line through the times of each operation that was measured at several sizes."""
+    figures = ("sizes", "from", "to", "launch", "GB/s", "worst", "there")
+    t = table("time = launch + bytes / bandwidth", *figures, right=figures, whole=("time = launch + bytes / bandwidth",))
+    for g in lines:
+        sizes = [nbytes for nbytes, _ in g.line.points]
+        what = (str(len(sizes)), size(sizes[0]), size(sizes[-1]), microseconds(g.line.launch * 1e6))
+        t.add_row(g.name, *what, number(g.line.bandwidth * 1e-9), f"{g.line.worst:+.1%}", size(g.line.worst_nbytes))
     return t

@@ -15,6 +15,7 @@ from pyclquant import (
     UnsupportedDeviceError,
     bench,
     bench_kv,
+    bench_peers,
     bench_w8a8,
     bench_work,
     evaluate,
@@ -26,6 +27,7 @@ from pyclquant.bench_work import Spec
 from pyclquant.capabilities import Capabilities
 from pyclquant.errors import BuildError
 from pyclquant.formats import FLOAT_DTYPES, FORMATS
+from pyclquant.growth import Line, halved
 from pyclquant.testing import sqnr_db
 from pyclquant.variants import ACT, GEMV, KV, Blocks, Product, cannot
 
@@ -39,6 +41,11 @@ def timed():
 def hurry(monkeypatch):
     monkeypatch.setattr(floor, "SEARCH_SECONDS", 0.0)
     monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)  # no torch
+
+
+def jobs(spec, *ops):
+    return [(op, spec) for op in ops]
 
 
 SMALL = Spec((300, 64), ("int8", "int4"))
@@ -49,7 +56,7 @@ SMALL = Spec((300, 64), ("int8", "int4"))
 
 def test_report(timed):
     told = []
-    report = bench.run(timed, SMALL, ["kv"], seconds=0.0, progress=told.append)
+    report = bench.run(timed, jobs(SMALL, "kv"), seconds=0.0, progress=told.append)
     assert report.device == timed.name
     assert report.correct
     assert [(r.op, r.format) for r in report.results] == [
@@ -64,11 +71,15 @@ def test_report(timed):
         assert (r.shape, r.rows, r.floor) == ((300, 64), None, "copy")
         assert r.gb_s == pytest.approx(nbytes[r.format] / r.median_us * 1e-3)
         assert r.of_floor == pytest.approx(r.gb_s / copy.gb_s)
-        assert r.reference_us > 0
-        assert r.torch_us is r.host_us is None
+        assert r.floor_us == pytest.approx(r.of_floor * r.median_us)
+        assert [(peer.name, peer.note) for peer in r.peers] == [("NumPy", "")]
+        assert r.peers[0].median_us > 0
+        assert r.host_us is None
+        assert r.nbytes == nbytes[r.format]
+        assert r.operations == 300 * 64 * {"int8": (4, 2), "int4": (5, 3)}[r.format][r.op == "kv_dequantize"]
         assert r.variant == kv.plan_for(timed, (300, 64), "bfloat16", r.format).variant
     assert "preparing kv" in told
-    assert "checking kv_quantize int8" in told
+    assert f"checking kv_quantize int8 {report.results[0].variant} 300×64" in told
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_token", "per_head", "per_group"])
@@ -82,7 +93,7 @@ def test_every_granularity_is_right(timed, granularity):
 
 @pytest.mark.parametrize("name", [v.name for v in KV])
 def test_forced_variant(timed, name):
-    spec = Spec((64, 128), ("int8",), variant=name)
+    spec = Spec((64, 128), ("int8",), variants=(name,))
     row = next(v for v in KV if v.name == name)
     if cannot(row, timed.capabilities, Blocks(128, 128, 64, 2)):
         with pytest.raises(UnsupportedDeviceError, match=f"force: {name} cannot run"):
@@ -94,23 +105,75 @@ def test_forced_variant(timed, name):
 def test_wrong_result_has_no_speed(timed, monkeypatch):
     right = reference.encode
     monkeypatch.setattr(reference, "encode", lambda v, fmt: right(v, fmt) ^ (np.arange(v.size).reshape(v.shape) == 77))
-    report = bench.run(timed, Spec((9, 64), ("int8",)), ["kv"], seconds=0.0)
+    report = bench.run(timed, jobs(Spec((9, 64), ("int8",)), "kv"), seconds=0.0)
     assert not report.correct
     assert report.floors == ()
     for r, what in zip(report.results, ("codes", "values"), strict=True):
         assert not r.correct
         assert what in r.detail
-        assert r.median_us is r.gb_s is r.of_floor is r.reference_us is None
+        assert r.median_us is r.gb_s is r.of_floor is r.floor_us is None
 
 
 def test_right_results_keep_their_speed_beside_a_wrong_one(timed, monkeypatch):
     right = reference.dequantize
     monkeypatch.setattr(reference, "dequantize", lambda *a, **k: right(*a, **k) * -1)
-    report = bench.run(timed, Spec((9, 64), ("int8",)), ["kv"], seconds=0.0, with_reference=False)
+    report = bench.run(timed, jobs(Spec((9, 64), ("int8",)), "kv"), seconds=0.0, with_peers=False)
     assert not report.correct
     assert [r.correct for r in report.results] == [True, False]
     assert [r.median_us is None for r in report.results] == [False, True]
-    assert report.results[0].reference_us is None
+    assert report.results[0].peers == ()
+
+
+# ---- sizes ----
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_line_through_costs(scale):
+    points = [(n, scale * (5e-6 + n / 2e9)) for n in (1000, 4000, 64000, 1 << 20)]
+    line = Line.through(points[::-1])
+    assert line.points == tuple(points)
+    assert line.launch == pytest.approx(scale * 5e-6)
+    assert line.bandwidth == pytest.approx(2e9 / scale)
+    assert abs(line.worst) < 1e-6
+    assert line.seconds(3000) == pytest.approx(scale * (5e-6 + 1.5e-6))
+    off = [(n, t * (1.3 if n == 4000 else 1)) for n, t in points]
+    line = Line.through(off)
+    assert line.worst_nbytes == 4000
+    assert 0.1 < line.worst < 0.3
+    assert line.worst == pytest.approx(dict(off)[4000] / line.seconds(4000) - 1)
+
+
+def test_line_has_no_negative_launch():
+    line = Line.through([(1000, 0.5e-6), (2000, 2e-6), (3000, 3e-6), (4000, 4e-6)])
+    assert line.launch == 0.0
+    assert line.seconds(1000) > 0.5e-6
+
+
+def test_no_line_through_what_does_not_grow_or_two_sizes():
+    assert Line.through([]) is None
+    assert Line.through([(1, 1.0), (2, 2.0), (2, 2.1)]) is None
+    assert Line.through([(1000, 3e-6), (2000, 2e-6), (3000, 1e-6)]) is None
+
+
+def test_halved_sizes():
+    assert halved(65536, 256) == (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    assert halved(17408, 1024, 128) == (1024, 2176, 4352, 8704, 17408)
+    assert halved(300, 256) == (300,)
+    assert halved(1 << 20, 4096, factor=4) == (4096, 16384, 65536, 262144, 1048576)
+
+
+def test_growth_of_a_report():
+    def at(nbytes, us, fmt="int8", rows=None):
+        what = ("gemv", fmt, "row", (nbytes,), rows, nbytes, 1, "read")
+        return bench.Result(*what, us is not None, "", us)
+
+    points = [at(n, 2 + n / 100) for n in (100, 200, 400)]
+    others = [at(100, 1.0, rows=8), at(200, 1.0, rows=8), at(100, None, "int4"), at(200, 3.0, "int4"), at(300, 4.0, "int4")]
+    (growth,) = bench.Report("x", (), (*points, *others)).growth
+    assert (growth.op, growth.format, growth.variant, growth.rows) == ("gemv", "int8", "row", None)
+    assert (growth.line.launch * 1e6, growth.line.bandwidth) == pytest.approx((2.0, 1e8))
+    assert growth.name == "gemv int8 row"
+    assert replace(growth, rows=8).name == "gemv int8 row M=8"
 
 
 def test_tile_mismatch():
@@ -134,7 +197,7 @@ def runs(dev, table, name, shape):
 
 
 def test_report_of_projections(timed):
-    report = bench.run(timed, PROJECTION, ["act_quant", "gemv", "proj"], seconds=0.0)
+    report = bench.run(timed, jobs(PROJECTION, "act_quant", "gemv", "proj"), seconds=0.0)
     assert report.correct
     assert [(r.op, r.format, r.rows) for r in report.results] == [
         (op, layout, rows)
@@ -155,13 +218,13 @@ def test_report_of_projections(timed):
             "proj": weights + 2 * m * 384 + 2 * activations + 2 * m * 400,
         }
         assert r.gb_s == pytest.approx(nbytes[r.op] / r.median_us * 1e-3)
-        assert r.torch_us is None
+        assert r.nbytes == nbytes[r.op]
+        assert [peer.name for peer in r.peers] == ["NumPy"]
         if r.op in ("gemv", "proj"):
             assert (r.shape, r.floor) == ((400, 384), "read")
             assert r.of_floor == pytest.approx(r.gb_s / read.gb_s)
         else:
             assert (r.shape, r.floor) == ((m, 384), "copy")
-        assert (r.reference_us is None) == (r.op == "proj")
         assert (r.host_us is not None) == (r.op == "proj")
         if r.host_us:
             assert list(r.host_us) == ["enqueue", "proj"]
@@ -181,7 +244,7 @@ def test_projections_are_right(timed, op, dtype):
 
 @pytest.mark.parametrize("name", [v.name for v in ACT])
 def test_forced_variant_of_act_quant(timed, name):
-    spec = replace(PROJECTION, rows=(3,), variant=name)
+    spec = replace(PROJECTION, rows=(3,), variants=(name,))
     if runs(timed, ACT, name, Blocks(384, 384, 3, 2)):
         assert {(work.variant, work.check()) for work in bench.OPS["act_quant"](timed, spec)} == {(name, None)}
     else:
@@ -192,7 +255,7 @@ def test_forced_variant_of_act_quant(timed, name):
 @pytest.mark.parametrize("op", ["gemv", "proj"])
 @pytest.mark.parametrize("name", [v.name for v in GEMV])
 def test_forced_variant_of_a_product(timed, name, op):
-    spec = replace(PROJECTION, rows=(3,), variant=name)
+    spec = replace(PROJECTION, rows=(3,), variants=(name,))
     if runs(timed, GEMV, name, Product(3, 400, 384)):
         assert {(work.variant, work.check()) for work in bench.OPS[op](timed, spec)} == {(name, None)}
     else:
@@ -211,7 +274,7 @@ def test_wrong_product_has_no_speed(timed, monkeypatch, row, column):
         return host
 
     monkeypatch.setattr(cla.Array, "get", wrong)
-    report = bench.run(timed, replace(PROJECTION, rows=(5, 1)), ["gemv", "proj"], seconds=0.0, with_reference=False)
+    report = bench.run(timed, jobs(replace(PROJECTION, rows=(5, 1)), "gemv", "proj"), seconds=0.0, with_peers=False)
     for r in report.results:
         assert r.correct == (r.rows == 1)
 
@@ -224,35 +287,46 @@ def test_wrong_product_has_no_speed(timed, monkeypatch, row, column):
 def test_wrong_activations_have_no_speed(timed, monkeypatch):
     right = reference.act_quant
     monkeypatch.setattr(reference, "act_quant", lambda x, layout, *eps: (right(x, layout)[0], right(x, layout)[1] * 2))
-    report = bench.run(timed, replace(PROJECTION, rows=(5,)), ["act_quant"], seconds=0.0)
+    report = bench.run(timed, jobs(replace(PROJECTION, rows=(5,)), "act_quant"), seconds=0.0)
     assert [r.correct for r in report.results] == [False] * 4
     assert all(r.detail.startswith("scales: expected") for r in report.results)
     assert report.floors == ()
 
 
 def test_sampled_columns_are_of_all_parts(timed):
-    weights = bench_w8a8.Rotated.of(timed, replace(PROJECTION, weight=(128 * 40 + 3, 128)), "per_row")
-    codes, scales = reference.act_quant(bench_work.sample((2, 128), "float32"), "per_row")
-    exact, _ = reference.gemv(codes, scales, [(weights.codes, weights.scales)], "per_row")
-    assert weights.check(codes, scales, exact.astype(np.float32)) is None
+    case = bench_w8a8.Case.of(timed, replace(PROJECTION, weight=(128 * 40 + 3, 128), rows=(2,)), "per_row")
+    codes = np.tile(case.tile.view(np.uint8), (11, 1))[:5123].view(case.tile.dtype)
+    exact, _ = reference.gemv(case.a, case.a_scales, [(codes, case.scales)], "per_row")
+    assert case.check(exact.astype(np.float32)) is None
     found = []
     for block in range(41):
         got = exact.astype(np.float32)
         got[1, 128 * block] = np.nan
-        if weights.check(codes, scales, got):
+        if case.check(got):
             found.append(block)
     assert (found[0], found[-1], len(found)) == (0, 40, bench_w8a8.CHECKED)
-    assert "result[:, 5120:5123]" in weights.check(codes, scales, np.where(np.arange(5123) < 5120, exact, 0).astype(np.float32))
+    assert "result[:, 5120:5123]" in case.check(np.where(np.arange(5123) < 5120, exact, 0).astype(np.float32))
+    assert case.check(exact[:1].astype(np.float32)) is None  # fewer rows are the first ones
 
 
 @pytest.mark.parametrize("layout", ["per_row", "block_128"])
-def test_decoded_weights_are_what_numpy_is_timed_with(timed, layout):
-    weights = bench_w8a8.Rotated.of(timed, replace(PROJECTION, weight=(130, 256)), layout)
-    a, a_scales = reference.act_quant(bench_work.sample((3, 256), "float32"), layout)
-    exact, magnitude = reference.gemv(a, a_scales, [(weights.codes, weights.scales)], layout)
-    got = bench_w8a8.decoded(a, a_scales, 1) @ weights.decoded.T
-    assert (np.abs(got - exact) <= 1e-5 * magnitude).all()
-    assert len(weights.copies) >= 2
+def test_weights_on_the_device_are_what_numpy_is_timed_with(timed, layout):
+    case = bench_w8a8.Case.of(timed, replace(PROJECTION, weight=(1100, 256), rows=(3,)), layout)
+    assert len(case.copies) >= 2
+    for weight in case.copies:
+        codes, scales = (a.get() for a in weight.segments[0])
+        exact, magnitude = reference.gemv(case.a, case.a_scales, [(codes, scales)], layout)
+        got = (case.a.astype(np.float32) * bench_w8a8.spread(case.a_scales, 1, 3)) @ case.whole.T
+        assert (np.abs(got - exact) <= 1e-5 * magnitude).all()
+        assert (case.decoded(600) == case.whole[:600]).all()
+
+
+def test_weights_too_large_for_numpy_are_not_timed(timed, monkeypatch):
+    monkeypatch.setattr(bench_w8a8, "LIMIT_BYTES", 400 * 384 * 4 - 1)
+    report = bench.run(timed, jobs(replace(PROJECTION, rows=(2,)), "gemv", "proj"), seconds=0.0)
+    for r in report.results:
+        assert r.median_us > 0
+        assert [(p.median_us, p.note) for p in r.peers] == [(None, "its float32 weights would be 0.000614 GB; limit 0.000614 GB")]
 
 
 def test_projections_are_timed_by_events_on_a_gpu(timed, monkeypatch):
@@ -261,13 +335,13 @@ def test_projections_are_timed_by_events_on_a_gpu(timed, monkeypatch):
     monkeypatch.setattr(bench_w8a8, "span", lambda *a: spans.append(right(*a)) or spans[-1])
     gpu = Device(timed.queue, Capabilities(timed.capabilities.reported | {"device_type": "gpu"}, timed.capabilities.works))
     try:
-        report = bench.run(gpu, replace(PROJECTION, rows=(3,)), ["gemv"], seconds=0.0)
+        report = bench.run(gpu, jobs(replace(PROJECTION, rows=(3,)), "gemv"), seconds=0.0)
     except UnsupportedDeviceError as error:  # rusticl 22.3 on llvmpipe: a nanosecond, whatever was run
         assert "rusticl" in timed.name
         pytest.skip(str(error))
     assert report.correct
     assert not spans
-    report = bench.run(gpu, replace(PROJECTION, rows=(129,)), ["gemv", "proj"], seconds=0.0)
+    report = bench.run(gpu, jobs(replace(PROJECTION, rows=(129,)), "gemv", "proj"), seconds=0.0)
     assert report.correct
     assert min(r.median_us for r in report.results) > 0
     assert len(spans) >= 4 * 5
@@ -284,7 +358,7 @@ def test_small_work_is_compared_by_time(timed):
     slow = floor.PIECE * 2 * 1e-9
     smallest = bench.Floor("copy", 2 * floor.PIECE, slow * 1e6, 1.0, "")
     large = bench.Floor("copy", 1 << 30, 1e6 * 2**30 * 1e-9, 1.0, "")
-    work = bench_work.Work("x", "y", "z", (1,), 100, None, None, (floor.copying(100),))
+    work = bench_work.Work("x", "y", "z", (1,), 100, 1, None, None, (floor.copying(100),))
     assert bench.share(work, slow, smallest) == pytest.approx(1.0)
     assert bench.share(replace(work, nbytes=1 << 29), 1.0, large) == pytest.approx(2**29 * 1e-9)
 
@@ -296,30 +370,67 @@ def test_host_seconds_leaves_out_the_waiting():
     assert calls == ["call", "finish"] * 4
 
 
-# ---- torch, a stand-in for which tells what it was asked ----
+# ---- peers ----
+
+
+def test_numpy_is_timed_on_all_of_it():
+    calls = []
+    peer = bench_peers.numpy_peer(
+        lambda: calls.append("part"), 0.01, lambda: calls.append("made") or (lambda: calls.append("run"))
+    )
+    note, timer = peer.prepare()
+    assert (note, peer.takes_turns) == ("", False)
+    assert timer(0.0) > 0
+    assert calls == ["part"] * 3 + ["made", "run"]
+
+
+def test_numpy_is_left_out_when_a_part_tells_that_it_takes_too_long(timed, monkeypatch):
+    monkeypatch.setattr(bench_peers, "LIMIT", 0.0)
+    report = bench.run(timed, jobs(SMALL, "kv") + jobs(replace(PROJECTION, rows=(2,)), "act_quant", "gemv"), seconds=0.0)
+    assert report.correct
+    for r in report.results:
+        assert r.median_us > 0
+        assert r.peers[0].median_us is None
+        assert r.peers[0].note.startswith("one run would take ")
+        assert r.peers[0].note.endswith("; limit 0 s")
+
+
+def test_a_peer_that_fails_has_a_reason(timed, monkeypatch):
+    def fails():
+        raise OSError("no compiler\nmore")
+
+    peers = (bench_peers.Peer("torch", fails), bench_peers.Peer("other", lambda: ("fast", lambda seconds: 2e-6)))
+    right = bench.OPS["act_quant"]
+    monkeypatch.setitem(bench.OPS, "act_quant", lambda *a: [replace(work, peers=peers) for work in right(*a)])
+    told = []
+    report = bench.run(timed, jobs(replace(PROJECTION, rows=(2,)), "act_quant"), seconds=0.0, progress=told.append)
+    found = {tuple((p.name, p.median_us, p.note) for p in r.peers) for r in report.results}
+    assert found == {(("torch", None, "OSError: no compiler"), ("other", 2.0, "fast"))}
+    assert sum("preparing torch" in line for line in told) == 1  # works share it
 
 
 class Tensor:
-    """As much of torch.Tensor as is used."""
+    """As much of torch.Tensor as the products use."""
 
-    def __init__(self, array, *, e4m3=False):
-        self.array, self.e4m3 = array, e4m3
+    def __init__(self, array, dtype):
+        self.array, self.dtype = array, dtype
 
-    def to(self, device):
-        assert device == "cuda:1"
-        return self
+    ndim = property(lambda self: self.array.ndim)
+
+    def to(self, where):
+        return Tensor(self.array, where if where == "bf16" else self.dtype)
 
     def view(self, dtype):
-        return Tensor(self.array, e4m3=dtype == "e4m3")
+        return Tensor(self.array, dtype)
 
-    def clone(self):
-        return Tensor(self.array.copy(), e4m3=self.e4m3)
+    def repeat(self, turns):
+        return Tensor(np.tile(self.array, turns), self.dtype)
 
     def t(self):
-        return Tensor(self.array.T, e4m3=self.e4m3)
+        return Tensor(self.array.T, self.dtype)
 
     def __getitem__(self, index):
-        return Tensor(self.array[index])
+        return Tensor(self.array[index], self.dtype)
 
 
 class Event:
@@ -337,13 +448,13 @@ class Event:
 
 
 def stand_in(refuses, asked):
+    """Torch, which tells what it was asked."""
+
     def scaled_mm(a, b, *, scale_a, scale_b, out_dtype):
         if refuses(len(a.array)):
             raise RuntimeError("M")
-        assert a.e4m3
-        assert b.e4m3
-        assert out_dtype == "bf16"
-        asked.append((tuple(t.array.shape for t in (a, scale_a, b, scale_b)), id(b)))
+        assert (a.dtype, b.dtype, out_dtype) == ("e4m3", "e4m3", "bf16")
+        asked.append((a.array, scale_a.array, b.array, scale_b.array))
 
     names = ["another", "NVIDIA H200"]
     cuda = types.SimpleNamespace(
@@ -356,51 +467,119 @@ def stand_in(refuses, asked):
         _sleep=lambda cycles: None,
     )
     return types.SimpleNamespace(
-        cuda=cuda, from_numpy=Tensor, float8_e4m3fn="e4m3", bfloat16="bf16", _scaled_mm=scaled_mm, __name__="torch"
+        cuda=cuda,
+        from_numpy=lambda a: Tensor(a, a.dtype.name),
+        float8_e4m3fn="e4m3",
+        bfloat16="bf16",
+        uint8="uint8",
+        _scaled_mm=scaled_mm,
+        mm=lambda a, b: asked.append((a.dtype, b.dtype, a.array.shape, b.array.shape)),
     )
 
 
 @pytest.fixture
-def torch_on(timed, monkeypatch):
+def torch_on(monkeypatch):
     """Installs a stand-in for torch, and returns a device that looks like an NVIDIA GPU to `torch_beside`."""
 
     def install(torch, **reported):
-        monkeypatch.setattr(bench_w8a8, "find_spec", lambda name: torch)
-        monkeypatch.setattr(bench_w8a8, "import_module", lambda name: torch)
-        caps = Capabilities.from_report({"vendor": "NVIDIA Corporation", "name": "NVIDIA H200"} | reported)
+        bench_peers.torch_on.cache_clear()
+        monkeypatch.setattr(bench_peers, "find_spec", lambda name: torch)
+        monkeypatch.setattr(bench_peers, "import_module", lambda name: torch)
+        caps = Capabilities.from_report({"vendor": "NVIDIA Corporation", "name": "NVIDIA H200", "device_type": "gpu"} | reported)
         return types.SimpleNamespace(capabilities=caps)
 
-    return install
+    yield install
+    bench_peers.torch_on.cache_clear()
 
 
 @pytest.mark.parametrize(("refuses", "rows"), [(lambda m: False, 5), (lambda m: m % 16, 16)])
-def test_torch_is_timed_beside(timed, torch_on, refuses, rows):
+def test_torch_multiplies_the_same_codes(timed, torch_on, refuses, rows):
     asked = []
-    dev = torch_on(stand_in(refuses, asked))
-    weights = bench_w8a8.Rotated.of(timed, PROJECTION, "per_row")
-    peer = bench_w8a8.torch_beside(dev, weights)
-    codes, scales = reference.act_quant(bench_work.sample((5, 384), "bfloat16"), "per_row")
-    assert peer.timer(codes, scales)(0.0) == pytest.approx(0.5e-3)
-    assert {shapes for shapes, _ in asked} == {((rows, 384), (rows, 1), (384, 400), (1, 400))}
-    assert len({which for _, which in asked}) == min(len(weights.copies), bench_w8a8.Torch.BATCH)
-    assert (weights.codes.view(np.uint8) == peer.weights[1][0].array.T).all()
+    torch = bench_peers.torch_beside(torch_on(stand_in(refuses, asked)))
+    assert torch.device == "cuda:1"
+    case = bench_w8a8.Case.of(timed, replace(PROJECTION, rows=(5,), weight=(1100, 384)), "per_row")
+    copies = torch.repeated(case.tile, 1100, 3)
+    scaled, wide = torch.product_peers(lambda: copies, case.x, case.quantized(5))
+    note, timer = scaled.prepare()
+    assert (scaled.name, note) == ("torch fp8", "" if rows == 5 else "with 16 rows")
+    assert timer(0.0) == pytest.approx(0.5e-3)
+    codes = case.copies[0].segments[0][0].get()
+    for a, a_scales, b, b_scales in asked:
+        assert (a[:5] == case.a.view(np.uint8)).all()
+        assert (a_scales[:5, 0] == case.a_scales).all()
+        assert (len(a), len(a_scales)) == (rows, rows)
+        assert (b == codes.view(np.uint8).T).all()
+        assert (b_scales[0] == case.scales).all()
+    del asked[:]
+    assert wide.prepare()[1](0.0) == pytest.approx(0.5e-3)
+    assert set(asked) == {("bf16", "bf16", (5, 384), (384, 1100))}
 
 
-def test_torch_elsewhere_is_not_timed(timed, torch_on, monkeypatch):
-    weights = bench_w8a8.Rotated.of(timed, PROJECTION, "per_row")
-    assert bench_w8a8.torch_beside(torch_on(None), weights) is None
+def test_torch_elsewhere_is_not_timed(torch_on):
+    assert bench_peers.torch_beside(torch_on(None)) is None
     torch = stand_in(lambda m: False, [])
-    assert bench_w8a8.torch_beside(torch_on(torch, vendor="Intel"), weights) is None
-    assert bench_w8a8.torch_beside(torch_on(torch, name="NVIDIA A100"), weights) is None
+    assert bench_peers.torch_beside(torch_on(torch, vendor="Intel")) is None
+    assert bench_peers.torch_beside(torch_on(torch, name="NVIDIA A100")) is None
+    assert bench_peers.torch_beside(torch_on(torch, device_type="cpu")).device == "cpu"
     torch.cuda.is_available = lambda: False
-    assert bench_w8a8.torch_beside(torch_on(torch), weights) is None
+    assert bench_peers.torch_beside(torch_on(torch)) is None
 
 
-def test_torch_has_a_figure_in_the_report(timed, monkeypatch):
-    peer = types.SimpleNamespace(timer=lambda codes, scales: lambda seconds: 1e-3 * len(codes))
-    monkeypatch.setattr(bench_w8a8, "torch_beside", lambda dev, weights: peer)
-    report = bench.run(timed, replace(PROJECTION, rows=(1, 5)), ["gemv"], seconds=0.0)
-    assert [r.torch_us for r in report.results] == [1000.0, 5000.0, None, None]
+def test_torch_that_takes_too_long_is_not_timed(monkeypatch):
+    monkeypatch.setattr(bench_peers, "LIMIT", 0.0)
+    with pytest.raises(bench_peers.NotTimedError, match=r"one run takes \S+ s; limit 0 s"):
+        bench_peers.Torch(None, "cpu").timer(lambda i: None)
+
+
+def test_torch_runs_as_it_is_when_it_does_not_compile(monkeypatch):
+    def no_compiler(function, dynamic):
+        raise RuntimeError("no compiler")
+
+    torch = bench_peers.Torch(types.SimpleNamespace(compile=no_compiler), "cpu")
+    monkeypatch.setattr(bench_peers, "import_module", lambda name: types.SimpleNamespace(config=types.SimpleNamespace()))
+    assert torch.compiled(abs, -1) == ("eager", abs)
+    torch.torch.compile = lambda function, dynamic: pytest.fail("the time for compiling is spent")
+    torch.compiling = bench_peers.COMPILING + 1
+    assert torch.compiled(abs, -1) == ("eager", abs)
+
+
+@pytest.fixture
+def real_torch(monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(bench_peers, "COMPILING", -1.0)
+    bench_peers.torch_on.cache_clear()
+    return bench_peers.Torch(torch, "cpu")
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_torch_quantizes_likewise(real_torch, name):
+    x = bench_work.sample((7, 96), "bfloat16")
+    codes, scales, mins = reference.quantize(x, name, granularity="per_group", group_size=32)
+    tensor = real_torch.tensor(x).reshape(-1, 32)
+    if mins is not None:
+        packed, scale, lo = real_torch.asymmetric(tensor)
+        assert (lo.numpy().ravel() == mins.ravel()).all()
+        assert (packed.numpy().reshape(codes.shape) == codes).mean() > 0.99  # its division is its own affair
+    else:
+        dtype = getattr(real_torch.torch, name.replace("fp8", "float8"))
+        got, scale = real_torch.symmetric(tensor, FORMATS[name].largest, dtype)
+        view = got.view(real_torch.torch.uint8).numpy().reshape(codes.shape)
+        assert (view == codes.view(np.uint8)).mean() > 0.99
+    np.testing.assert_allclose(scale.numpy().ravel(), scales.ravel(), rtol=1e-6)
+
+
+def test_every_operation_is_timed_with_torch(real_torch, timed, monkeypatch):
+    if not timed.capabilities.is_cpu:
+        pytest.skip("torch on the host is beside CPU drivers")
+    monkeypatch.setattr(bench_peers, "find_spec", lambda name: name)
+    spec = replace(PROJECTION, shape=(300, 64), rows=(2,), weight=(400, 384))
+    report = bench.run(timed, jobs(spec, *bench.OPS), seconds=0.0)
+    assert report.correct
+    for r in report.results:
+        names = {"gemv": ["NumPy", "torch fp8", "torch bf16"], "proj": ["NumPy", "torch fp8"]}.get(r.op, ["NumPy", "torch"])
+        names = names[:1] if r.format == "block_128" and r.op in ("gemv", "proj") else names
+        assert [p.name for p in r.peers] == names
+        assert all(p.median_us > 0 for p in r.peers), r
 
 
 # ---- floors ----
@@ -430,6 +609,31 @@ def test_floor_that_is_wrong_everywhere_is_none(timed):
     floors.data = floors.data + np.uint32(1)
     with pytest.raises(UnsupportedDeviceError, match=r"expected one that reads and copies a buffer.*bench_copy: expected"):
         floors.fastest(True, lambda _: None)
+
+
+@pytest.mark.parametrize(("wg", "vec", "unroll", "fma"), [(1, 4, 32, 0), (1, 8, 4, 0), (64, 4, 4, 0), (64, 4, 4, 1)])
+def test_multiply_adds_are_computed(timed, monkeypatch, wg, vec, unroll, fma):
+    monkeypatch.setattr(floor, "STEPS", 37)
+    found = floor.arithmetic(timed, wg, vec, unroll, fma)
+    assert found.check() is None
+    groups = found.operations / (2 * 37 * unroll * vec * wg)
+    assert groups == int(groups)
+    monkeypatch.setattr(floor, "multiplied_and_added", lambda *a: np.ones(wg, np.float32))
+    assert "bench_multiply_add: expected" in found.check()
+
+
+def test_sums_of_multiply_adds():
+    x = np.arange(3, dtype=np.float32)[:, None, None] + np.arange(4, dtype=np.float32)[:, None] + np.zeros(8, np.float32)
+    for _ in range(5):
+        x = x * np.float32(1) + np.float32(1)
+    assert (floor.multiplied_and_added(3, 8, 4, 5) == x.sum((1, 2))).all()
+
+
+def test_arithmetic_that_is_wrong_everywhere_is_none(timed, monkeypatch):
+    monkeypatch.setattr(floor, "STEPS", 3)
+    assert floor.fastest_arithmetic(timed, lambda _: None).operations > 0
+    monkeypatch.setattr(floor, "multiplied_and_added", lambda wg, *_: np.ones(wg, np.float32))
+    assert floor.fastest_arithmetic(timed, lambda _: None) is None
 
 
 def test_candidates_follow_the_device():

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pyopencl as cl
 import pytest
 import safetensors.numpy
 
-from pyclquant import bench, cli, device, evaluate, files, floor, icd, plot, reference, selftest, variants
+from pyclquant import bench, bench_peers, cli, device, evaluate, files, floor, icd, plot, reference, selftest, variants
 from pyclquant.capabilities import Capabilities
 from pyclquant.errors import NoDeviceError
 from pyclquant.formats import FLOAT_DTYPES, FORMATS
@@ -29,6 +30,7 @@ def hurry(monkeypatch):
     monkeypatch.setattr(evaluate, "SECONDS", 0.0)
     monkeypatch.setattr(floor, "SEARCH_SECONDS", 0.0)
     monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)  # no torch
     monkeypatch.setenv("COLUMNS", "100")
 
 
@@ -388,12 +390,18 @@ def test_bench(run_json, dev):
         assert set(r) == RESULT
         assert (r["format"], r["shape"], r["correct"]) == ("fp8_e5m2", [960, 64], True)
         assert r["of_floor"] == pytest.approx(r["gb_s"] / copy["gb_s"])
-        assert r["rows"] is r["host_us"] is r["torch_us"] is None
+        assert r["rows"] is r["host_us"] is None
+        assert [(p["name"], p["median_us"] > 0, p["note"]) for p in r["peers"]] == [("NumPy", True, "")]
+    assert found["launch_us"] > 0
+    assert found["gops"] is None
+    assert found["growth"] == []
+    how = [found[key] for key in ("pyclquant", "dtype", "granularity", "group_size", "seconds")]
+    assert how == [version("pyclquant"), "bfloat16", "per_head", 64, 0]
 
 
 RESULT = {
-    *("op", "format", "variant", "shape", "rows", "floor", "correct", "detail"),
-    *("median_us", "gb_s", "of_floor", "reference_us", "torch_us", "host_us"),
+    *("op", "format", "variant", "shape", "rows", "nbytes", "operations", "floor", "correct", "detail"),
+    *("median_us", "gb_s", "of_floor", "floor_us", "peers", "host_us"),
 }
 """Keys of a result of `bench --json`."""
 
@@ -423,22 +431,48 @@ def test_bench_of_act_quant(run_json, shape):
     assert all((r["shape"], r["rows"], r["floor"]) == ([3, 256], 3, "copy") for r in found["results"])
 
 
+def test_bench_of_many_sizes(run_json):
+    options = ("--scales", "per_row", "--seconds", 0, "--no-peers")
+    code, found = run_json("bench", "--op", "act_quant", "--shape", "4352", "--sweep", "--rows", 3, *options)
+    assert code == 0
+    assert [r["shape"] for r in found["results"] if r["op"] == "act_quant"] == [[3, k] for k in (1024, 2176, 4352)]
+    code, found = run_json("bench", "--op", "gemv", "--shape", "1024,128", "--sweep", "--shape", "300,128", "--rows", 2, *options)
+    assert code == 0
+    assert [r["shape"][0] for r in found["results"]] == [256, 512, 1024, 300]
+    assert [r["peers"] for r in found["results"]] == [[]] * 4
+    for line in found["growth"]:  # none when the time does not grow: all are of kilobytes
+        assert set(line) == {"op", "format", "variant", "rows", "launch_us", "gb_s", "worst", "worst_nbytes", "points"}
+        assert [p["nbytes"] for p in line["points"]] == sorted(r["nbytes"] for r in found["results"])
+
+
 def test_bench_alone_measures_everything(run, monkeypatch):
     asked = []
 
-    def no_run(dev, spec, ops, *_):
-        asked.append((spec, ops))
+    def no_run(dev, jobs, *_):
+        asked.append(jobs)
         return bench.Report("x", (), ())
 
     monkeypatch.setattr(bench, "run", no_run)
     assert run("bench")[0] == 0
-    assert run("bench", "--variant", "mma")[0] == 0
+    assert run("bench", "--variant", "mma", "--variant", "vector")[0] == 0
     assert run("bench", "--variant", "vector_shuffle", "--format", "int8")[0] == 0
-    spec, ops = asked[0]
-    assert ops == ("kv", "act_quant", "gemv", "proj")
-    assert (spec.weight, spec.rows, spec.scales) == ((8192, 8192), (1, 8, 32), ("per_row", "block_128"))
-    assert [ops for _, ops in asked[1:]] == [("gemv", "proj"), ("kv",)]
-    assert [spec.variant for spec, _ in asked] == [None, "mma", "vector_shuffle"]
+    assert run("bench", "--op", "gemv", "--shape", "96,128", "--shape", "5,256")[0] == 0
+    everything = dict(asked[0])
+    assert list(everything) == ["kv", "act_quant", "gemv", "proj"]
+    assert everything["kv"].shape in ((262144, 128), (1048576, 128))
+    for op in ("act_quant", "gemv", "proj"):
+        spec = everything[op]
+        assert (spec.weight, spec.rows, spec.scales) == ((8192, 8192), (1, 8, 32), ("per_row", "block_128"))
+        assert spec.variants == (None,)
+    both = ("mma", "vector")
+    assert {op: spec.variants for op, spec in asked[1]} == {
+        "kv": ("vector",),
+        "act_quant": ("vector",),
+        "gemv": both,
+        "proj": both,
+    }
+    assert [(op, spec.variants) for op, spec in asked[2]] == [("kv", ("vector_shuffle",))]
+    assert [(op, spec.weight) for op, spec in asked[3]] == [("gemv", (96, 128)), ("gemv", (5, 256))]
 
 
 def test_bench_of_projections_for_people(run, monkeypatch):
@@ -447,34 +481,42 @@ def test_bench_of_projections_for_people(run, monkeypatch):
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 100
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "operation scales variant shape M median GB/s × floor NumPy faster result" in lines
-    assert "host time of scales M enqueue() proj()" in lines
-    assert any(re.match(r"act_quant_silu block_128 \w+ 130×256 130 [\d.,]+ µs .*× right$", line) for line in lines)
-    assert any(re.match(r"gemv per_row \w+ 300×256 1 [\d.,]+ µs [\d.]+ [\d.]+ [\d,]+ µs [\d.]+× right$", line) for line in lines)
-    assert any(re.match(r"proj per_row 130 [\d.,]+ µs [\d.,]+ µs$", line) for line in lines)
+    assert "operation scales variant shape M median GB/s × floor NumPy result" in lines
+    assert "host time of scales shape M enqueue() proj()" in lines
+    assert any(re.match(r"act_quant_silu block_128 \w+ 130×256 130 [\d.,]+ µs .* µs right$", line) for line in lines)
+    assert any(re.match(r"gemv per_row \w+ 300×256 1 [\d.,]+ µs [\d.]+ [\d.]+ [\d.,]+ µs right$", line) for line in lines)
+    assert any(re.match(r"proj per_row 300×256 130 [\d.,]+ µs [\d.,]+ µs$", line) for line in lines)
     assert not any(line.startswith("kv_") for line in lines)
     assert "torch" not in out
 
 
 def test_bench_beside_torch_for_people(run, monkeypatch):
-    row = bench.Result("gemv", "per_row", "mma", (300, 256), 8, "read", True, "", 20.0, 4.0, 0.8, 100.0, 39.04)
-    report = bench.Report("x", (), (row, bench.Result("gemv", "block_128", "mma", (300, 256), 8, "read", False, "off")))
+    what = ((300, 256), 8, 80_000, 160_000, "read")
+    numpy = bench.Beside("NumPy", None, "too slow")
+    peers = (numpy, bench.Beside("torch fp8", 39.04, "with 16 rows"), bench.Beside("torch bf16", 50.0))
+    row = bench.Result("gemv", "per_row", "mma", *what, True, "", 20.0, 4.0, 0.8, 16.0, peers)
+    other = replace(row, format="block_128", peers=(numpy,))
+    report = bench.Report("x", (), (row, other, bench.Result("gemv", "block_128", "vector", *what, False, "off")), 3.0)
     monkeypatch.setattr(bench, "run", lambda *_: report)
     code, out, _ = run("bench")
     assert code == 1
     lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert "operation scales variant shape M median GB/s × floor torch NumPy faster result" in lines
-    assert "gemv per_row mma 300×256 8 20.0 µs 4.0 1.25 39.0 µs 100 µs 5.0× right" in lines
-    assert "gemv block_128 mma 300×256 8 WRONG: off" in lines
+    assert "launch 3.0 µs an empty kernel of one work-item" in lines
+    assert "operation scales variant shape M median GB/s × floor NumPy torch fp8 torch bf16 result" in lines
+    assert "gemv per_row mma 300×256 8 20.0 µs 4.0 1.25 - 39.0 µs 50.0 µs right" in lines
+    assert "gemv block_128 mma 300×256 8 20.0 µs 4.0 1.25 - right" in lines
+    assert "gemv block_128 vector 300×256 8 WRONG: off" in lines
+    assert lines[-2:] == ["note: NumPy, too slow", "note: torch fp8, with 16 rows"]
 
 
 def test_bench_for_people(run):
     options = ("--shape", "7,3,32", "--format", "int8", "--seconds", 0, "--dtype", "float32", "--granularity", "per_tensor")
-    code, out, err = run("bench", "--op", "kv", *options, "--no-reference", "--variant", "base")
+    code, out, err = run("bench", "--op", "kv", *options, "--no-peers", "--variant", "base")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 100
     for word in (
-        "7 × 3 × 32 of float32",
+        "7×3×32",
+        "float32, scales per_tensor",
         "per_tensor",
         "read floor",
         "copy floor",
@@ -508,11 +550,63 @@ def test_plots(run, tmp_path):
     pytest.importorskip("matplotlib")
     tensors = ("bench", "--op", "kv", "--shape", "96,64", "--seconds", 0)
     projections = ("bench", "--op", "act_quant,gemv", "--shape", "64,128", "--rows", "1,3", "--seconds", 0)
-    for n, command in enumerate((("kv", SAMPLE), tensors, projections)):
+    several = ("bench", "--op", "kv", "--format", "int4", "--shape", "96,64", "--shape", "960,64", "--seconds", 0)
+    for n, command in enumerate((("kv", SAMPLE), tensors, projections, several)):
         path = tmp_path / f"{n}.png"
         code, _, err = run(*command, "--plot", path)
         assert (code, err) == (0, "")
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def drawn(monkeypatch, report, tmp_path):
+    """The panels of the figure of a report, by title."""
+    pytest.importorskip("matplotlib")
+    kept = []
+    monkeypatch.setattr(plot, "save", lambda fig, path: kept.append(fig))
+    plot.plot_bench(report, tmp_path / "k.png")
+    return {ax.get_title(loc="left"): ax for ax in kept[0].axes}
+
+
+def result(op, format, shape, rows, nbytes, operations, us, floor="read"):
+    """A right one, of a floor of 100 GB/s."""
+    return bench.Result(
+        op, format, "row", shape, rows, nbytes, operations, floor, True, "", us, nbytes / us * 1e-3, nbytes / us * 1e-5
+    )
+
+
+def test_roofline_has_the_measured_roofs(monkeypatch, tmp_path):
+    floors = (bench.Floor("read", 10**6, 10.0, 100.0, ""), bench.Floor("copy", 10**5, 10.0, 10.0, ""))
+    results = [result("gemv", "per_row", (1000, 1000), m, 10**6, 2 * 10**6 * m, 20.0 * m) for m in (4, 1)]
+    wrong = bench.Result("gemv", "block_128", "row", (1000, 1000), 1, 10**6, 2 * 10**6, "read", False, "off")
+    panels = drawn(monkeypatch, bench.Report("x", floors, (*results, wrong), 1.0, 150.0), tmp_path)
+    assert set(panels) == {"Roofline", "Time over the floor"}
+    memory, arithmetic, gemv = panels["Roofline"].get_lines()
+    assert [y / x for x, y in memory.get_xydata()] == pytest.approx([100.0, 100.0])
+    assert memory.get_xydata()[1] == pytest.approx([1.5, 150.0])
+    assert arithmetic.get_xydata() == pytest.approx(np.array([[1.5, 150.0], [24.0, 150.0]]))
+    assert gemv.get_xydata() == pytest.approx(np.array([[2.0, 100.0], [8.0, 100.0]]))
+    assert [t.get_text() for t in panels["Roofline"].get_legend().get_texts()] == [
+        "read floor, 100 GB/s",
+        "float32 units, 150 billion operations a second",
+        "gemv per_row row",
+    ]
+    (line, _) = panels["Time over the floor"].get_lines()
+    assert line.get_xydata() == pytest.approx(np.array([[1.0, 2.0], [4.0, 8.0]]))
+
+
+def test_costs_against_size_have_their_line(monkeypatch, tmp_path):
+    floors = tuple(bench.Floor("copy", n, n / 1e5, 100.0, "") for n in (10**6, 10**7))
+    results = [result("kv_quantize", "int4", (n, 1), None, n, n, 3 + n / 5e4, "copy") for n in (10**6, 10**7, 10**5)]
+    panels = drawn(monkeypatch, bench.Report("x", floors, tuple(results), 1.0), tmp_path)
+    title = "Cost against size: time = launch + bytes / bandwidth"
+    assert set(panels) == {"Roofline", title}
+    fitted, points, floor_line = panels[title].get_lines()
+    assert points.get_xydata() == pytest.approx(np.array([[0.1, 5.0], [1.0, 23.0], [10.0, 203.0]]))
+    assert fitted.get_xydata()[[0, -1]] == pytest.approx(np.array([[0.1, 5.0], [10.0, 203.0]]))
+    assert floor_line.get_xydata() == pytest.approx(np.array([[1.0, 10.0], [10.0, 100.0]]))
+    legend = panels[title].get_legend().get_texts()[0].get_text()
+    assert legend.startswith("kv_quantize int4 row: 3 µs + bytes / 50 GB/s, ")
+    assert len(panels["Roofline"].get_lines()) == 2  # the copy floor, and the largest size alone
 
 
 def test_plot_without_matplotlib(run, monkeypatch, tmp_path):
