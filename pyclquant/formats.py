@@ -7,6 +7,7 @@ Source: OCP 8-bit Floating Point Specification 1.0 for the FP8 formats.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import ml_dtypes
@@ -185,7 +186,9 @@ def resolve_granularity(fmt: Format, granularity: str | None) -> str:
 
 
 def check_eps(eps: float) -> float:
-    """Eps as a float; raises ShapeError outside [2**-100, 1e30]."""
+    """Eps as a float; raises DTypeError unless it is a number, ShapeError outside [2**-100, 1e30]."""
+    if not isinstance(eps, Real):
+        raise DTypeError(f"eps: expected a number, got {type(eps).__name__}")
     if not MIN_EPS <= eps <= 1e30:
         raise ShapeError(f"eps: expected 2**-100 to 1e30 (the smallest scale), got {eps!r}")
     return float(eps)

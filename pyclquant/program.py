@@ -87,10 +87,6 @@ class Bound:
     local_size: tuple[int]
     arguments: Sequence[Any]
 
-    def enqueue(self, queue: cl.CommandQueue, wait_for: Sequence[cl.Event] | None = None) -> cl.Event:
-        """Enqueue it again."""
-        return cl.enqueue_nd_range_kernel(queue, self.kernel, self.global_size, self.local_size, wait_for=wait_for)
-
 
 class Programs:
     """The kernels of the context and device of a queue. A kernel object holds its arguments, so whoever sets and
@@ -108,6 +104,7 @@ class Programs:
         self._programs: dict[object, cl.Program] = {}  # with Intel's CPU runtime 2026.2 a kernel does not keep its own alive
         self._kernels: dict[object, cl.Kernel] = {}
         self._fitting: dict[object, tuple[cl.Kernel, Plan, Plan]] = {}
+        self._last: cl.Event | None = None
         self._partials: tuple[cl.Buffer, cl.Buffer] | None = None
 
     def kernel(self, file: str, name: str, macros: Mapping[str, str | int], options: tuple[str, ...] = ()) -> cl.Kernel:
@@ -164,8 +161,14 @@ class Programs:
         with self.lock:
             kernel, plan = self.fitting(launch)
             kernel.set_args(*launch.arguments)
-            size = (plan.global_size(launch.blocks),)
-            return cl.enqueue_nd_range_kernel(self.queue, kernel, size, (plan.wg,), wait_for=list(wait_for))
+            return self.enqueue(Bound(kernel, (plan.global_size(launch.blocks),), (plan.wg,), launch.arguments), wait_for)
+
+    def enqueue(self, bound: Bound, wait_for: Sequence[cl.Event]) -> cl.Event:
+        """Enqueue a kernel. What comes right behind a command in a queue that runs in order need not be told to wait for it."""
+        waits = [e for e in wait_for if e is not self._last] if self.in_order else list(wait_for)
+        event = cl.enqueue_nd_range_kernel(self.queue, bound.kernel, bound.global_size, bound.local_size, wait_for=waits or None)
+        self._last = event
+        return event
 
     def bind(self, launch: Launch) -> Bound:
         """Build a launch if need be, and set its arguments on a kernel object of its own."""

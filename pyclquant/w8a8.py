@@ -10,6 +10,7 @@ for each 128 x 128 block of weights and each 128 columns of a row of activations
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -90,12 +91,19 @@ class Weight:
         for i, (codes, _) in enumerate(self.segments):
             check_codes(dev, codes, f"segment {i}")
         self.context = dev.context
+        self.repeated: dict[tuple[object, ...], Repeated | None] = {}
         rows = [int(codes.shape[0]) for codes, _ in self.segments]
         self.n = sum(rows)
         self.boundaries = (rows[0], sum(rows[:2]))
 
     def __repr__(self) -> str:
         return f"<pyclquant.w8a8.Weight [{self.n}, {self.k}] {self.scale_layout}, {len(self.segments)} segments>"
+
+    def remember(self, key: tuple[object, ...], repeated: Repeated | None) -> None:
+        """Keep the launches of a call of `proj`, or None of one that was seen once; the oldest of 32 give way."""
+        while len(self.repeated) >= 32:
+            self.repeated.pop(next(iter(self.repeated)), None)
+        self.repeated[key] = repeated
 
     def segment(self, i: int) -> Weight:
         """Segment i alone; its outputs have the same bits as within the whole. Raises ShapeError."""
@@ -104,6 +112,7 @@ class Weight:
         alone = object.__new__(Weight)
         alone.k, alone.scale_layout, alone.context = self.k, self.scale_layout, self.context
         alone.segments = (self.segments[i],)
+        alone.repeated = {}
         alone.n = int(self.segments[i][0].shape[0])
         alone.boundaries = (alone.n, alone.n)
         return alone
@@ -482,9 +491,79 @@ def proj(
     All arguments as of `act_quant`, `act_quant_silu` and `gemv`; force names a variant of the GEMV.
     Raises ShapeError, DTypeError, ContextError before anything is enqueued, UnsupportedDeviceError and BuildError.
     """
+    key, arrays = repeated_key(dev, x, w, dtype, up, out, scratch, eps, force)
+    repeated = w.repeated.get(key) if key else None
+    if repeated is not None and repeated.scratch() is scratch:
+        return repeated.enqueue(dev, arrays, wait_for)
     launches, inputs, c = projection(dev, x, w, dtype, up, out, scratch, eps, force)
     run(dev, launches, [*inputs, *flat(w)], [c, *([scratch.codes, scratch.scales] if scratch else [])], wait_for)
+    if key and scratch:
+        w.remember(key, Repeated(dev, launches, arrays, w, scratch) if key in w.repeated else None)
     return c
+
+
+def repeated_key(
+    dev: Device,
+    x: AnyArray,
+    w: Weight,
+    dtype: str,
+    up: AnyArray | None,
+    out: cla.Array | None,
+    scratch: Scratch | None,
+    eps: float,
+    force: str | None,
+) -> tuple[tuple[object, ...] | None, list[cla.Array]]:
+    """What calls of `proj` have in common whose launches differ in the buffers of some arrays alone, and these: out, x, up.
+
+    None for a call that needs new memory, copies, or events between its launches, or whose arrays share a buffer.
+    """
+    known = isinstance(w, Weight) and isinstance(scratch, Scratch) and dev.programs.in_order
+    if not (known and isinstance(dtype, str) and isinstance(eps, float) and isinstance(force, str | None)):
+        return None, []
+    key: list[object] = [dev, id(scratch), dtype, eps, force]
+    arrays: list[cla.Array] = []
+    buffers: list[Any] = []
+    for a in (out, x) if up is None else (out, x, up):
+        if not isinstance(a, cla.Array) or a.context != dev.context:
+            return None, []
+        buffer: Any = a.base_data
+        if buffer is None or buffer in buffers or buffer.flags & cl.mem_flags.USE_HOST_PTR:
+            return None, []
+        key += (a.shape, a.strides, a.dtype, a.offset)
+        arrays.append(a)
+        buffers.append(buffer)
+    return tuple(key), arrays
+
+
+class Repeated:
+    """The launches of a `proj` that was called before, checked and bound. Keeps no buffer of out, x and up alive."""
+
+    def __init__(self, dev: Device, launches: Sequence[Launch], arrays: Sequence[cla.Array], w: Weight, scratch: Scratch) -> None:
+        """arrays: whose buffers differ from call to call."""
+        self.scratch = weakref.ref(scratch)
+        self._kept = [scratch.codes, scratch.scales, *flat(w)]
+        self._bound: list[
+            tuple[Bound, list[tuple[int, int]]]
+        ] = []  # each with the arguments that differ: its number, the array's
+        buffers = [a.base_data for a in arrays]
+        for launch in launches:
+            places = [buffers.index(a) if isinstance(a, cl.Buffer) and a in buffers else None for a in launch.arguments]
+            kept = [a for a, place in zip(launch.arguments, places, strict=True) if place is None]
+            differ = [(number, place) for number, place in enumerate(places) if place is not None]
+            self._bound.append((replace(dev.programs.bind(launch), arguments=kept), differ))
+
+    def enqueue(self, dev: Device, arrays: Sequence[cla.Array], wait_for: Events) -> cla.Array:
+        """Enqueue them for these arrays, behind the events of all; out carries the last event."""
+        events = [*(wait_for or ()), *(e for a in (*arrays, *self._kept) for e in a.events)]
+        with dev.programs.lock:
+            for bound, differ in self._bound:
+                for number, place in differ:
+                    buffer: Any = arrays[place].base_data
+                    bound.kernel.set_arg(number, buffer)
+                events = [dev.programs.enqueue(bound, events)]
+        for a in (arrays[0], *self._kept[:2]):
+            a.events[:] = events
+        return arrays[0]
 
 
 def projection(
@@ -527,7 +606,7 @@ class Prepared:
         """Enqueue the launches; the event of the last. Array events are neither waited for nor added: pass wait_for."""
         waits = list(wait_for) if wait_for else None
         for bound in self._bound:
-            event = bound.enqueue(self.queue, waits)
+            event = cl.enqueue_nd_range_kernel(self.queue, bound.kernel, bound.global_size, bound.local_size, wait_for=waits)
             waits = None if self._in_order else [event]
         return event
 

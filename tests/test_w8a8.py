@@ -1,6 +1,7 @@
 """The W8A8 projections: quantizers byte for byte, products against the exact sums, and what they refuse."""
 
 import re
+import sys
 import threading
 from dataclasses import replace
 from functools import cache
@@ -558,6 +559,66 @@ def test_prepared_projections_read_their_inputs_anew(dev, gemv_variant, layout, 
             prepared.enqueue().wait()
             want = w8a8.proj(dev, hosts[0], w, up=hosts[1] if silu else None, force=gemv_variant).get()
             assert mismatch(prepared.out.get(), want) is None
+
+
+@pytest.mark.parametrize("rows", [1, 20, 200])
+@pytest.mark.parametrize("silu", [False, True])
+@layouts
+def test_a_projection_that_is_called_again(dev, gemv_variant, layout, silu, rows):
+    """The third call finds its launches bound; it must read and write the arrays that it is given, wherever they are."""
+    w = Weight(dev, random_product(1, (128, 40), 384, layout).segments)
+    scratch = Scratch.alloc(dev, 384)
+    for seed in range(5):
+        hosts = [sample((rows, 384), "bfloat16", seed + other) for other in (0, 5)]
+        x, up = (put(dev, host) for host in hosts)
+        out = cla.zeros(dev.queue, (rows, 168), np.float32)
+        pair = {"up": up} if silu else {}
+        assert w8a8.proj(dev, x, w, "float32", out=out, scratch=scratch, force=gemv_variant, **pair) is out
+        assert scratch.codes.events == scratch.scales.events == out.events
+        want = w8a8.proj(dev, x, w, "float32", force=gemv_variant, **pair).get()
+        assert mismatch(out.get(), want) is None
+    assert [type(r) for r in w.repeated.values()] == [w8a8.Repeated]
+
+
+def test_what_is_remembered_of_a_projection(dev):
+    """No array is kept alive, another scratch or another place of an array is another call, and 32 are kept."""
+    w = Weight(dev, random_product(1, (40,), 256, "per_row").segments)
+    scratch = Scratch.alloc(dev, 256)
+    x, out = put(dev, sample((3, 256), "bfloat16", 1)), cla.zeros(dev.queue, (3, 40), np.float32)
+    for _ in range(3):
+        w8a8.proj(dev, x, w, "float32", out=out, scratch=scratch)
+    want = out.get()
+    buffers = [x.base_data, out.base_data]
+    del x, out
+    assert [sys.getrefcount(buffers[i]) for i in range(2)] == [2, 2]  # the list's, and that of the call
+
+    scratch = Scratch.alloc(dev, 256)
+    for row in range(40):
+        x, whole = inside(dev, sample((3, 256), "bfloat16", 1), 0, 8 * row), cla.zeros(dev.queue, (3, 50), np.float32)
+        w8a8.proj(dev, x[0], w, "float32", out=whole[:, 5:45], scratch=scratch)
+        assert mismatch(np.ascontiguousarray(whole.get()[:, 5:45]), want) is None
+    assert len(w.repeated) == 32
+
+
+def test_a_projection_that_is_called_again_is_checked_again(dev):
+    w = Weight(dev, random_product(1, (40,), 256, "per_row").segments)
+    scratch = Scratch.alloc(dev, 256)
+    x, out = put(dev, sample((3, 256), "bfloat16", 1)), cla.zeros(dev.queue, (3, 40), np.float32)
+    for _ in range(3):
+        w8a8.proj(dev, x, w, "float32", out=out, scratch=scratch)
+    for wrong, error in (
+        ({"x": x.view(np.uint16)}, pq.DTypeError),
+        ({"x": x[:, :128]}, pq.ShapeError),
+        ({"out": out[:2]}, pq.ShapeError),
+        ({"dtype": "bfloat16"}, pq.DTypeError),
+        ({"dtype": ["float32"]}, pq.DTypeError),
+        ({"eps": -1.0}, pq.ShapeError),
+        ({"eps": "1"}, pq.DTypeError),
+        ({"force": "fast"}, pq.UnsupportedDeviceError),
+    ):
+        call = {"x": x, "dtype": "float32", "out": out, **wrong}
+        with pytest.raises(error):
+            w8a8.proj(dev, call.pop("x"), w, scratch=scratch, **call)
 
 
 def test_prepare_writes_where_it_is_told(dev):
