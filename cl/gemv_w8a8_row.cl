@@ -4,13 +4,14 @@
    C[m, n] = sum over k of A[m, k] * W[n, k], codes FP8 E4M3FN, accumulated in float32:
        PER_ROW    round(S * (w_scale[n] * a_scale[m]))
        BLOCK_128  acc = fma(S_c, w_scale[n / 128, c] * a_scale[m, c], acc) over the chunks c of 128 columns, in order
-   A work-item walks TILE_N rows of weights, each vector lane sums every fourth column of its words, and the lanes are
-   added at the end: the same order for any number of activation rows.
+   A work-item walks TILE_N rows of weights, each vector lane sums every fourth column of its words (X86_BF16: every fourth
+   pair of columns), and the lanes are added at the end: the same order for any number of activation rows.
    gemv_w8a8_row_stage, run before, decodes the activations into the order in which they are needed.
 
 2. Layouts   (row-major, offsets counted in elements of the array they belong to)
    a             [rows, k]  codes of the activations, packed
-   staged        [ceil(rows / TILE_M), k / (4 VEC), 4, TILE_M, VEC]  float; rows beyond the last are 0
+   staged        [ceil(rows / TILE_M), k / (4 VEC), PARTS, TILE_M, VEC]  words: PARTS 4 of float, X86_BF16: PARTS 2 of two
+                 bfloat16; rows beyond the last are 0
    a_scales      [rows], BLOCK_128: [rows, k / 128]
    w0 w1 w2      [rows of the segment, k]  codes of up to three weights, stacked: rows 0..n1, n1..n2, n2..n of the output;
                  n1 = n2 = n for one, n2 = n for two
@@ -29,9 +30,10 @@
    TILE_N  rows of weights a work-item walks together, a divisor of 16
    DENORMALS  see gemv.h
    X_TYPE WG VEC FMA HALF  see common.h; WG 1, VEC 1 to 16
+   X86_BF16  see vendor.h; VEC 16
 
 5. Needs
-   OpenCL C 1.2 full profile.
+   OpenCL C 1.2 full profile; X86_BF16: what the probe calls x86_bf16.
 
 6. Reference
    pyclquant/reference.py: gemv().
@@ -53,7 +55,26 @@
 #elif VEC == 2
 #define SHORTS 4
 #endif
-#define STAGED_STEP (STEP * TILE_M)
+
+/* Parts of the columns of VEC words: their values, decoded, and the sum of products of two. */
+#if X86_BF16
+#define PARTS 2
+typedef vuint part_t;
+#define activation_part x86_e4m3_to_bfloat16
+#define weight_part x86_e4m3_to_bfloat16
+#define add_products x86_dot_bfloat16
+#define SUM_FACTOR 1.0f
+#define prefetch_codes x86_prefetch
+#else
+#define PARTS 4
+typedef vfloat part_t;
+#define activation_part activations
+#define weight_part row_weights
+#define add_products multiply_add
+#define SUM_FACTOR RESULT_FACTOR
+#define prefetch_codes(p)
+#endif
+#define STAGED_STEP (PARTS * TILE_M * VEC)
 
 typedef struct __attribute__((packed)) { vuint v; } packed_words_t;
 
@@ -63,7 +84,7 @@ static vuint load_words(__global const uchar *p)
 }
 
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
-void gemv_w8a8_row_stage(__global const uchar *restrict a, ulong a_offset, __global float *restrict staged, ulong staged_offset,
+void gemv_w8a8_row_stage(__global const uchar *restrict a, ulong a_offset, __global uint *restrict staged, ulong staged_offset,
                          uint rows, uint k, uint steps_per_item)
 {
     const uint steps = k / STEP;
@@ -73,12 +94,12 @@ void gemv_w8a8_row_stage(__global const uchar *restrict a, ulong a_offset, __glo
     for (size_t number = first_step; number < end; number++) {
         const uint row = (uint)(number / steps) * TILE_M;
         const size_t column = number % steps * STEP;
-        __global float *to = staged + staged_offset + number * STAGED_STEP;
+        __global uint *to = staged + staged_offset + number * STAGED_STEP;
         for (uint m = 0; m < TILE_M; m++) {
             const vuint words = row + m < rows ? load_words(a + a_offset + (size_t)(row + m) * k + column) : (vuint)(0u);
 #pragma unroll
-            for (uint j = 0; j < 4; j++)
-                *(__global vfloat *)(to + (j * TILE_M + m) * VEC) = activations(words, j);
+            for (uint j = 0; j < PARTS; j++)
+                *(__global part_t *)(to + (j * TILE_M + m) * VEC) = activation_part(words, j);
         }
     }
 }
@@ -125,9 +146,10 @@ static float lane_sum(vfloat v)
 #endif
 }
 
-/* Rows start..start + TILE_N of the output, of segment s, for all activation rows.  a_scales: from its offset on. */
-static void walk_rows(__global const float *restrict staged, __global const float *restrict a_scales, segment_t s, uint start,
-                      __global x_t *restrict c, uint rows, uint k, uint ldc)
+/* Rows start..start + TILE_N of the output, of segment s, for the activation rows m0..m0 + TILE_M.  staged, a_scales, c: from
+   their offsets on. */
+static void walk_rows(__global const uint *restrict staged, __global const float *restrict a_scales, segment_t s, uint start,
+                      __global x_t *restrict c, uint m0, uint rows, uint k, uint ldc)
 {
     const uint chunks = k / CHUNK;
     const uint row = start - s.start;
@@ -136,73 +158,74 @@ static void walk_rows(__global const float *restrict staged, __global const floa
     for (uint r = 0; r < TILE_N; r++)
         walk[r] = s.codes + (size_t)min(row + r, s.rows - 1) * k;
 
-    for (uint m0 = 0; m0 < rows; m0 += TILE_M) {
-        __global const float *a = staged + (size_t)m0 * k;
-        vfloat sum[TILE_N][TILE_M];
+    __global const uint *a = staged + (size_t)(m0 / TILE_M) * (k / STEP) * STAGED_STEP;
+    vfloat sum[TILE_N][TILE_M];
+#pragma unroll
+    for (uint r = 0; r < TILE_N; r++)
+#pragma unroll
+        for (uint m = 0; m < TILE_M; m++)
+            sum[r][m] = (vfloat)(0.0f);
+
+    for (uint chunk = 0; chunk < chunks; chunk++) {
+#if SCALES == BLOCK_128
+        vfloat whole[TILE_N][TILE_M];
 #pragma unroll
         for (uint r = 0; r < TILE_N; r++)
 #pragma unroll
-            for (uint m = 0; m < TILE_M; m++)
+            for (uint m = 0; m < TILE_M; m++) {
+                whole[r][m] = sum[r][m];
                 sum[r][m] = (vfloat)(0.0f);
-
-        for (uint chunk = 0; chunk < chunks; chunk++) {
-#if SCALES == BLOCK_128
-            vfloat whole[TILE_N][TILE_M];
+            }
+#endif
+        for (uint column = chunk * CHUNK; column < (chunk + 1) * CHUNK; column += STEP) {
+            vuint words[TILE_N];
 #pragma unroll
             for (uint r = 0; r < TILE_N; r++)
+                words[r] = load_words(walk[r] + column);
+#pragma unroll
+            for (uint r = 0; r < TILE_N; r++)
+                prefetch_codes(walk[r] + column + (size_t)TILE_N * k); /* of the rows to be walked next */
+#pragma unroll
+            for (uint j = 0; j < PARTS; j++) {
+                part_t w[TILE_N];
+#pragma unroll
+                for (uint r = 0; r < TILE_N; r++)
+                    w[r] = weight_part(words[r], j);
 #pragma unroll
                 for (uint m = 0; m < TILE_M; m++) {
-                    whole[r][m] = sum[r][m];
-                    sum[r][m] = (vfloat)(0.0f);
-                }
-#endif
-            for (uint column = chunk * CHUNK; column < (chunk + 1) * CHUNK; column += STEP) {
-                vuint words[TILE_N];
-#pragma unroll
-                for (uint r = 0; r < TILE_N; r++)
-                    words[r] = load_words(walk[r] + column);
-#pragma unroll
-                for (uint j = 0; j < 4; j++) {
-                    vfloat w[TILE_N];
+                    const part_t x = *(__global const part_t *)(a + (size_t)(column / STEP) * STAGED_STEP + (j * TILE_M + m) * VEC);
 #pragma unroll
                     for (uint r = 0; r < TILE_N; r++)
-                        w[r] = row_weights(words[r], j);
-#pragma unroll
-                    for (uint m = 0; m < TILE_M; m++) {
-                        const vfloat x = *(__global const vfloat *)(a + (size_t)column * TILE_M + (j * TILE_M + m) * VEC);
-#pragma unroll
-                        for (uint r = 0; r < TILE_N; r++)
-                            sum[r][m] = multiply_add(w[r], x, sum[r][m]);
-                    }
+                        sum[r][m] = add_products(w[r], x, sum[r][m]);
                 }
             }
-#if SCALES == BLOCK_128
-            const float w_scale = weight_scale(s, row, chunk, chunks);
-#pragma unroll
-            for (uint m = 0; m < TILE_M; m++) {
-                const float scale = w_scale * a_scales[(size_t)min(m0 + m, rows - 1) * chunks + chunk];
-#pragma unroll
-                for (uint r = 0; r < TILE_N; r++)
-                    sum[r][m] = multiply_add(sum[r][m], (vfloat)(scale), whole[r][m]);
-            }
-#endif
         }
+#if SCALES == BLOCK_128
+        const float w_scale = weight_scale(s, row, chunk, chunks);
 #pragma unroll
-        for (uint m = 0; m < TILE_M; m++)
+        for (uint m = 0; m < TILE_M; m++) {
+            const float scale = w_scale * a_scales[(size_t)min(m0 + m, rows - 1) * chunks + chunk];
 #pragma unroll
             for (uint r = 0; r < TILE_N; r++)
-                if (m0 + m < rows && row + r < s.rows) {
-                    float v = lane_sum(sum[r][m]) * RESULT_FACTOR;
-#if SCALES == PER_ROW
-                    v *= weight_scale(s, row + r, 0, chunks) * a_scales[m0 + m];
+                sum[r][m] = multiply_add(sum[r][m], (vfloat)(scale), whole[r][m]);
+        }
 #endif
-                    store_output(c + (size_t)(m0 + m) * ldc + start + r, v);
-                }
     }
+#pragma unroll
+    for (uint m = 0; m < TILE_M; m++)
+#pragma unroll
+        for (uint r = 0; r < TILE_N; r++)
+            if (m0 + m < rows && row + r < s.rows) {
+                float v = lane_sum(sum[r][m]) * SUM_FACTOR;
+#if SCALES == PER_ROW
+                v *= weight_scale(s, row + r, 0, chunks) * a_scales[m0 + m];
+#endif
+                store_output(c + (size_t)(m0 + m) * ldc + start + r, v);
+            }
 }
 
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
-void gemv_w8a8_row(__global const float *restrict staged, ulong staged_offset,
+void gemv_w8a8_row(__global const uint *restrict staged, ulong staged_offset,
                    __global const float *restrict a_scales, ulong a_scales_offset,
                    __global const uchar *restrict w0, ulong w0_offset, __global const float *restrict s0, ulong s0_offset,
                    __global const uchar *restrict w1, ulong w1_offset, __global const float *restrict s1, ulong s1_offset,
@@ -212,10 +235,11 @@ void gemv_w8a8_row(__global const float *restrict staged, ulong staged_offset,
 {
     const size_t first_row = get_global_id(0) * rows_per_item;
     const size_t end = min((size_t)n, first_row + rows_per_item);
-    for (size_t start = first_row; start < end; start += TILE_N) {
-        const segment_t s = start < n1   ? segment(w0, w0_offset, s0, s0_offset, 0, n1)
-                            : start < n2 ? segment(w1, w1_offset, s1, s1_offset, n1, n2)
-                                         : segment(w2, w2_offset, s2, s2_offset, n2, n);
-        walk_rows(staged + staged_offset, a_scales + a_scales_offset, s, (uint)start, c + c_offset, rows, k, ldc);
-    }
+    for (uint m0 = 0; m0 < rows; m0 += TILE_M) /* outside: activations are further away than the weights of a work-item */
+        for (size_t start = first_row; start < end; start += TILE_N) {
+            const segment_t s = start < n1   ? segment(w0, w0_offset, s0, s0_offset, 0, n1)
+                                : start < n2 ? segment(w1, w1_offset, s1, s1_offset, n1, n2)
+                                             : segment(w2, w2_offset, s2, s2_offset, n2, n);
+            walk_rows(staged + staged_offset, a_scales + a_scales_offset, s, (uint)start, c + c_offset, m0, rows, k, ldc);
+        }
 }

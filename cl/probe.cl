@@ -13,10 +13,10 @@
 4. Macros (one of)
    PROBE_BASE PROBE_VECTOR PROBE_FMA PROBE_FMA_SPEED PROBE_DENORMALS PROBE_DIVIDE PROBE_HALF_LOAD PROBE_HALF_STORE
    PROBE_HALF_CONVERT PROBE_HALF_ARITHMETIC PROBE_SUBGROUP PROBE_SHUFFLE PROBE_DOT PROBE_NV_CONVERT
-   PROBE_NV_MMA PROBE_LOCAL PROBE_INDEX64
+   PROBE_NV_MMA PROBE_X86_BF16 PROBE_LOCAL PROBE_INDEX64
    DOT    PROBE_DOT: 1 cl_khr_integer_dot_product | 2 NVIDIA PTX | 3 AMD builtin | 4 cl_arm_integer_dot_product
    WORDS  PROBE_LOCAL: 32-bit words of local memory
-   X_TYPE WG VEC LANES FMA DIVIDE SHUFFLE SUBGROUP_SIZE CONVERT_NV MMA_NV  see common.h, vendor.h
+   X_TYPE WG VEC LANES FMA DIVIDE SHUFFLE SUBGROUP_SIZE CONVERT_NV MMA_NV X86_BF16  see common.h, vendor.h
 
 5. Needs
    OpenCL C 1.2, and what the kernel is there to find out.
@@ -243,6 +243,20 @@ void probe_nv_mma(__global const uint *a, __global const uint *b, __global float
     y[row * 8 + word * 2 + 1] = c.y;
     y[(row + 8) * 8 + word * 2] = c.z;
     y[(row + 8) * 8 + word * 2 + 1] = c.w;
+}
+#endif
+
+#ifdef PROBE_X86_BF16
+/* pairs[2i + part] = one part of the 64 codes w[i]; sum[i] = sum[i] + the products of the codes x[i] and w[i]. */
+__kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+void probe_x86_bf16(__global const uint16 *x, __global const uint16 *w, __global uint16 *pairs, __global float16 *sum)
+{
+    const size_t i = get_global_id(0);
+    for (uint part = 0; part < 2; part++) {
+        pairs[2 * i + part] = x86_e4m3_to_bfloat16(w[i], part);
+        sum[i] = x86_dot_bfloat16(pairs[2 * i + part], x86_e4m3_to_bfloat16(x[i], part), sum[i]);
+        x86_prefetch(w + i + 1);
+    }
 }
 #endif
 

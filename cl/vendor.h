@@ -15,12 +15,19 @@ Macros
                 nv_mma_half(w, x, sum), a warp's W [16, 16] times X^T [16, 8] added to sum [16, 8]
                 nv_copy_16(to, from), nv_copy_commit(), nv_copy_wait(n), from global to local memory while others compute
                 nv_warp_barrier(), nv_named_barrier(name, items), nv_fence()
+    X86_BF16    0 none | 1 inline assembly | 2 LLVM's built-in functions; of x86 with AVX512_VBMI and AVX512_BF16:
+                x86_e4m3_to_bfloat16(codes, part): 32 of 64 codes
+                x86_dot_bfloat16(a, b, sum): the products of 32 pairs added to 16 sums, two to each
+                x86_prefetch(p): the 64 bytes at p, into the cache of the second level
 */
 #ifndef CONVERT_NV
 #define CONVERT_NV 0
 #endif
 #ifndef MMA_NV
 #define MMA_NV 0
+#endif
+#ifndef X86_BF16
+#define X86_BF16 0
 #endif
 
 #if SHUFFLE == 1
@@ -192,4 +199,67 @@ static void nv_named_barrier(uint name, uint items) { asm volatile("bar.sync %0,
 
 /* What this work-item wrote is seen by whoever sees its later atomics; and the other way round. */
 static void nv_fence(void) { asm volatile("fence.acq_rel.gpu;" : : : "memory"); }
+#endif
+
+#if X86_BF16
+typedef uchar x86_bytes_t __attribute__((ext_vector_type(64)));
+#define as_x86_bytes(v) __builtin_astype(v, x86_bytes_t)
+
+/* For each byte of the indices, the byte of a table of 128, given in halves, that its low seven bits choose. */
+#if X86_BF16 == 1
+static uint16 x86_look_up(uint16 lower, uint16 indices, uint16 upper)
+{
+    __asm__("vpermi2b %2, %1, %0" : "+v"(indices) : "v"(lower), "v"(upper));
+    return indices;
+}
+#else
+x86_bytes_t x86_permute(x86_bytes_t lower, x86_bytes_t indices, x86_bytes_t upper) __asm__("llvm.x86.avx512.vpermi2var.qi.512");
+static uint16 x86_look_up(uint16 lower, uint16 indices, uint16 upper)
+{
+    return as_uint16(x86_permute(as_x86_bytes(lower), as_x86_bytes(indices), as_x86_bytes(upper)));
+}
+#endif
+
+/* The bytes of the bfloat16 of the codes 0 to 63 and 64 to 127.  Eight codes with one exponent follow each other; of the
+   low bytes only those of the subnormal codes, 0 to 7, and of NaN, 127, do not repeat. */
+#define E4M3_LOW_8_TO_15 0xb0a09080u, 0xf0e0d0c0u
+#define E4M3_LOW_8_TO_23 E4M3_LOW_8_TO_15, 0x30201000u, 0x70605040u
+#define E4M3_LOW_0_TO_63                                                                                                 \
+    (uint16)(0xc0800000u, 0x60402000u, E4M3_LOW_8_TO_23, E4M3_LOW_8_TO_23, E4M3_LOW_8_TO_23, E4M3_LOW_8_TO_15)
+#define E4M3_LOW_64_TO_127                                                                                               \
+    (uint16)(0x30201000u, 0x70605040u, E4M3_LOW_8_TO_23, E4M3_LOW_8_TO_23, E4M3_LOW_8_TO_23, 0xb0a09080u, 0xc0e0d0c0u)
+#define E4M3_HIGH_0_TO_63                                                                                                \
+    (uint16)(0x3b3b3b00u, 0x3c3c3c3cu, 0x3c3c3c3cu, 0x3c3c3c3cu, (uint4)(0x3d3d3d3du), (uint4)(0x3e3e3e3eu), (uint4)(0x3f3f3f3fu))
+#define E4M3_HIGH_64_TO_127                                                                                              \
+    (uint16)((uint4)(0x40404040u), (uint4)(0x41414141u), (uint4)(0x42424242u), (uint3)(0x43434343u), 0x7f434343u)
+
+/* The values of 64 codes, exactly, two bfloat16 a word: of each 16 codes the first 8 (part 0) or the last 8 (part 1). */
+static uint16 x86_e4m3_to_bfloat16(uint16 codes, uint part)
+{
+    const x86_bytes_t low = as_x86_bytes(x86_look_up(E4M3_LOW_0_TO_63, codes, E4M3_LOW_64_TO_127));
+    const uint16 magnitude = x86_look_up(E4M3_HIGH_0_TO_63, codes, E4M3_HIGH_64_TO_127);
+    const x86_bytes_t high = as_x86_bytes(magnitude | (codes & 0x80808080u));
+#define PAIRS(i) i, i + 64, i + 1, i + 65, i + 2, i + 66, i + 3, i + 67, i + 4, i + 68, i + 5, i + 69, i + 6, i + 70, i + 7, i + 71
+    return as_uint16(part == 0 ? __builtin_shufflevector(low, high, PAIRS(0), PAIRS(16), PAIRS(32), PAIRS(48))
+                               : __builtin_shufflevector(low, high, PAIRS(8), PAIRS(24), PAIRS(40), PAIRS(56)));
+}
+
+/* Rounds to nearest even after each product; takes subnormal bfloat16 for zeros. */
+#if X86_BF16 == 1
+static float16 x86_dot_bfloat16(uint16 a, uint16 b, float16 sum)
+{
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+#else
+typedef __bf16 x86_bfloat16_t __attribute__((ext_vector_type(32)));
+float16 x86_dot(float16 sum, x86_bfloat16_t a, x86_bfloat16_t b) __asm__("llvm.x86.avx512bf16.dpbf16ps.512");
+static float16 x86_dot_bfloat16(uint16 a, uint16 b, float16 sum)
+{
+    return x86_dot(sum, __builtin_astype(a, x86_bfloat16_t), __builtin_astype(b, x86_bfloat16_t));
+}
+#endif
+
+/* Past the first level: with lines that are far ahead it has too few requests left for those that are needed. */
+#define x86_prefetch(p) __builtin_prefetch(p, 0, 2)
 #endif

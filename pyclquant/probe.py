@@ -381,6 +381,35 @@ def nv_mma(b: Bench) -> Verdict:
     return verdict(mismatch(y, a.astype(np.float32) @ w.astype(np.float32).T))
 
 
+def x86_bf16(b: Bench) -> Verdict:
+    """The decoding of e4m3fn and the dot product of bfloat16 of x86, in the first spelling that works: of all codes, NaN too."""
+    if not b.caps.is_cpu:
+        return Verdict(False, "not a CPU")
+    e4m3 = ml_dtypes.float8_e4m3fn
+    w = np.arange(256, dtype=np.uint8).view(e4m3)
+    x = np.random.default_rng(13).integers(-8, 9, 256).astype(np.float32).astype(e4m3)  # sums of the products are exact
+    start = np.arange(64, dtype=np.float32)
+    decoded = w.astype(ml_dtypes.bfloat16).reshape(4, 4, 2, 8).transpose(0, 2, 1, 3)  # items, 16 codes, parts
+    products = (x.astype(np.float32) * w.astype(np.float32)).reshape(4, 4, 2, 4, 2)
+    want = start + products.sum((2, 4)).ravel()
+
+    def attempt(spelling: int) -> Verdict:
+        pairs, sums = b.run(
+            "x86_bf16",
+            [x.view(np.uint32), w.view(np.uint32)],
+            [np.zeros(128, np.uint32), start],
+            {"VEC": 16, "X86_BF16": spelling},
+            items=4,
+        )
+        wrong = mismatch(pairs.view(ml_dtypes.bfloat16), decoded.ravel(), "decoded") or mismatch(sums, want, "sums")
+        return verdict(wrong, ("by inline assembly", "by LLVM's built-in functions")[spelling - 1], value=spelling)
+
+    try:
+        return attempt(1)
+    except (PyclquantError, cl.Error):
+        return attempt(2)
+
+
 def local_memory(b: Bench) -> Verdict:
     """How much local memory one built kernel takes."""
     reported = int(b.caps.reported.get("local_mem_size") or 16384)
@@ -478,9 +507,10 @@ FEATURES: dict[str, Feature] = {
     "dot_arm": dot(4),
     "nv_convert": nv_convert,
     "nv_mma": nv_mma,
+    "x86_bf16": x86_bf16,
     **{f"kv_{v}": kv_known_answer(v) for v in ("vector_shuffle", "vector", "row", "base")},
     **{f"act_{v}": w8a8_known_answer("act_quant", v) for v in ("vector", "row", "base")},
-    **{f"gemv_{v}": w8a8_known_answer("gemv", v) for v in ("mma", "vector", "row", "base")},
+    **{f"gemv_{v}": w8a8_known_answer("gemv", v) for v in ("mma", "vector", "row_bf16", "row", "base")},
 }
 """Every feature, in the order of probing: later ones may ask `Bench.caps` for earlier verdicts."""
 

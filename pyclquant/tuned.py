@@ -60,6 +60,7 @@ LANES = Parameter("most lanes of a team", (8, 16, 32, 64, 128, 256))
 HELD = Parameter("whether a lane holds its vectors in registers between finding a scale and dividing by it", (0, 1))
 MOST_HELD = Parameter("most vectors that a lane holds in registers between finding a scale and dividing by it", range(33))
 TILE_N = Parameter("rows of weights taken together", (1, 2, 4, 8, 16))
+ITEM_BYTES = Parameter("bytes of weights that a work-item walks", range(1 << 10, 1 << 27))
 
 SIDE_BY_SIDE = {"wg": WG, "lanes": LANES, "vectors": VECTORS, "held": HELD}
 KV_PARAMETERS = {"vector_shuffle": SIDE_BY_SIDE, "vector": SIDE_BY_SIDE, "row": {"items": ITEMS}, "base": {"wg": WG}}
@@ -76,11 +77,7 @@ PARAMETERS: dict[str, dict[str, Parameter]] = {
         "stages": Parameter("chunks of a team in local memory, fewer where they do not fit", range(2, 9)),
     },
     "gemv/vector": {"wg": Parameter(WG.meaning, (32, 64, 128, 256)), "tile_n": TILE_N},
-    "gemv/row": {
-        "tile_n": TILE_N,
-        "item_bytes": Parameter("bytes of weights that a work-item walks", range(1 << 10, 1 << 27)),
-        "items": ITEMS,
-    },
+    **{f"gemv/{variant}": {"tile_n": TILE_N, "item_bytes": ITEM_BYTES, "items": ITEMS} for variant in ("row_bf16", "row")},
 }
 """op/variant -> parameters, all of which an entry of `default` has."""
 
@@ -91,6 +88,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "act_quant": ("block_128",),
     "gemv/mma": tuple(f"{layout} {rows}" for layout in LAYOUTS for rows in (8, 16, 32, 64, 128)),
     "gemv/vector": tuple(f"{layout} {rows}" for layout in LAYOUTS for rows in (1, 2, 4, 8)),
+    "gemv/row_bf16": tuple(f"{layout} {rows}" for layout in LAYOUTS for rows in (1, 2, 4)),
     "gemv/row": tuple(f"{layout} {rows}" for layout in LAYOUTS for rows in (1, 2, 4, 8)),
 }
 """op, or op/variant -> size classes beside `*`: two codes a byte; tiles of 128; scale layout and TILE_M."""

@@ -226,8 +226,8 @@ class Activations(NamedTuple):
 class Scratch:
     """Device memory for the activations of any call of up to 256 rows and max_k columns; reused by every call that is given it.
 
-    codes: [256 * max_k].  scales: [256 * ceil(max_k / 128)].  staged: [128 * max_k] float32 where the variant `row` wants
-    decoded activations, else None.
+    codes: [256 * max_k].  scales: [256 * ceil(max_k / 128)].  staged: [128 * max_k] float32 where the variants `row` and
+    `row_bf16` (which takes half of it) want decoded activations, else None.
     """
 
     codes: cla.Array
@@ -375,7 +375,8 @@ def act_launches(
 
 # ---- the product ----
 
-FILES = {"mma": "gemv_w8a8_mma", "row": "gemv_w8a8_row", "vector": "gemv_w8a8", "base": "gemv_w8a8"}
+ROW = "gemv_w8a8_row"
+FILES = {"mma": "gemv_w8a8_mma", "vector": "gemv_w8a8", "row_bf16": ROW, "row": ROW, "base": "gemv_w8a8"}
 """Kernel, and stem of the kernel file, of each variant."""
 
 
@@ -423,16 +424,16 @@ def gemv_launches(
         count = part.stop - part.start
         a, a_scales, target = (whole if count == rows else whole[part] for whole in (*acts, c))
         plan = dev.plan(GEMV, Product(count, w.n, w.k, w.scale_layout, align), force)
-        if plan.variant == "row":
+        name = FILES[plan.variant]
+        if name == ROW:
             a, stage = staged(dev, a, plan, layout, scratch)
             launches.append(stage)
         arrays = kernel_arguments(a, a_scales, *weights, target)
         sizes = [np.uint32(v) for v in (count, w.n, w.k, pitch, n1, n2)]
-        name = FILES[plan.variant]
         if plan.variant == "mma":
             launches += split_launches(dev, plan, layout, arrays, sizes, w.n)
             continue
-        if plan.variant == "row":
+        if name == ROW:
             sizes.append(np.uint32(plan.blocks_per_team))
         launches.append(Launch(f"{name}.cl", name, plan, layout, [*arrays, *sizes], w.n))
     return launches
@@ -462,15 +463,13 @@ def staged(dev: Device, codes: cla.Array, plan: Plan, layout: Macros, scratch: S
     rows, k = codes.shape
     tile_m = int(plan.macros["TILE_M"])
     groups = -(-rows // tile_m)
-    size = groups * tile_m * k
+    size = groups * tile_m * k // (2 if plan.variant == "row_bf16" else 1)
     room = scratch.staged if scratch is not None and scratch.staged is not None and scratch.staged.size >= size else None
     decoded = room if room is not None else cla.empty(dev.queue, size, F32)
     steps = groups * (k // (4 * plan.vec))
     each = -(-steps // row_items(dev.capabilities, 4))
     arguments = [*kernel_arguments(codes, decoded), *(np.uint32(v) for v in (rows, k, each))]
-    return decoded, Launch(
-        "gemv_w8a8_row.cl", "gemv_w8a8_row_stage", replace(plan, blocks_per_team=each), layout, arguments, steps
-    )
+    return decoded, Launch(f"{ROW}.cl", f"{ROW}_stage", replace(plan, blocks_per_team=each), layout, arguments, steps)
 
 
 def proj(

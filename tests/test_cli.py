@@ -658,7 +658,10 @@ def test_plot_to_a_wrong_place(run, monkeypatch, tmp_path):
         (["bench", "--op", "gemv", "--granularity", "per_token"], "expected only with --op kv, got gemv"),
         (["bench", "--op", "gemv", "--group-size", "16"], "expected only with --op kv, got gemv"),
         (["bench", "--op", "kv", "--variant", "mma"], "expected one of vector_shuffle, vector, row, base, got 'mma'"),
-        (["bench", "--op", "act_quant,gemv", "--variant", "vector_shuffle"], "expected one of vector, row, base, mma, got"),
+        (
+            ["bench", "--op", "act_quant,gemv", "--variant", "vector_shuffle"],
+            "expected one of vector, row, base, mma, row_bf16, got",
+        ),
         (["bench", "--dtype", "float64"], "expected float32"),
         (["bench", "--variant", "fastest"], "expected one of vector_shuffle"),
         (["bench", "--seconds", "-1"], "--seconds"),

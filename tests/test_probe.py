@@ -11,7 +11,7 @@ from pathlib import Path
 import pyopencl as cl
 import pytest
 
-from pyclquant import BuildError, icd, probe, quirks
+from pyclquant import BuildError, icd, probe, program, quirks
 from pyclquant.capabilities import Verdict
 from pyclquant.device import capabilities, discover, report, verdict_key
 from pyclquant.variants import ACT, GEMV, KV
@@ -95,6 +95,22 @@ def test_wide_built_ins_of_pocl_3_0_abort_its_compiler(dev):
     # killed the first time; after that the driver finds what it left in its own cache
     assert re.match("vector16: .*(killed by signal|INVALID_KERNEL_NAME)", dev.capabilities.missing("vector16"))
     assert dev.capabilities.ok("vector8")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("0x7f434343u", "0x43434343u"), ("0xc0800000u", "0x80800000u"), ("codes & 0x80808080u", "0u"), ("PAIRS(8)", "PAIRS(0)")],
+    ids=["NaN", "subnormal", "sign", "order"],
+)
+def test_a_wrong_decoding_to_bfloat16_is_seen(dev, right, wrong, monkeypatch):
+    if reason := dev.capabilities.missing("x86_bf16"):
+        pytest.skip(reason)
+    text = program.source("probe.cl")
+    assert right in text
+    bench = probe.Bench(dev.queue.device, dev.capabilities)
+    assert probe.x86_bf16(bench).value == dev.capabilities.works["x86_bf16"].value
+    monkeypatch.setattr(program, "source", lambda file: text.replace(right, wrong))
+    assert probe.x86_bf16(bench).reason.startswith("decoded: expected")
 
 
 def test_the_report_of_a_device_has_the_keys_of_the_collected_ones(dev):

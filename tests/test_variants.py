@@ -232,6 +232,17 @@ def test_matrix_units_come_first_where_they_give_the_right_products():
     assert refusals(GEMV, caps_with(nv_mma=False), PROJECTION)["mma"] == "nv_mma: nv_mma is False"
 
 
+@pytest.mark.parametrize("spelling", [1, 2])
+def test_dot_products_of_bfloat16_come_first_on_cpus_that_have_them(spelling):
+    found = Verdict(True, "right bits", value=spelling)
+    caps = caps_with("cpu", x86_bf16=found)
+    plan = select(GEMV, caps, PROJECTION)
+    assert (plan.variant, plan.vec, plan.macros["X86_BF16"]) == ("row_bf16", 16, spelling)
+    assert select(GEMV, caps_with("cpu", x86_bf16=found, gemv_row_bf16=False), PROJECTION).variant == "row"
+    assert refusals(GEMV, caps_with("cpu", x86_bf16=False), PROJECTION)["row_bf16"] == "x86_bf16: x86_bf16 is False"
+    assert select(GEMV, caps_with("gpu", x86_bf16=found), PROJECTION).variant == "vector"
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "gpu"])
 @pytest.mark.parametrize(("table", "op", "shape"), [(ACT, "act", ACTIVATIONS), (GEMV, "gemv", PROJECTION)], ids=["act", "gemv"])
 def test_a_wrong_known_answer_of_w8a8_moves_the_choice_to_the_next_row(device_type, table, op, shape):
@@ -254,7 +265,7 @@ def test_a_wrong_known_answer_of_w8a8_moves_the_choice_to_the_next_row(device_ty
 def test_what_the_vectors_of_the_gemv_need(reported, shape, why):
     caps = caps_with()
     less = replace(caps, reported={**caps.reported, **reported})
-    assert refusals(GEMV, caps, PROJECTION).keys() == {"mma", "row"}
+    assert refusals(GEMV, caps, PROJECTION).keys() == {"mma", "row_bf16", "row"}
     assert refusals(GEMV, less, shape)["vector"] == why
     assert select(GEMV, less, shape).variant == "base"
     assert select(GEMV, replace(less, reported={**less.reported, "device_type": "cpu"}), shape).variant == "row"
@@ -436,12 +447,13 @@ def products(draw):
 @given(
     st.sampled_from(sorted(DEVICES)), st.one_of(st.none(), st.integers(1, 300)), st.booleans(), st.sampled_from(GEMV), products()
 )
-def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit, mma, row, product):
+def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit, units, row, product):
     """The rules of the headers of cl/gemv_w8a8*.cl."""
     caps = DEVICES[name]
     if limit is not None:
         caps = replace(caps, reported={**caps.reported, "max_work_group_size": limit})
-    caps = replace(caps, works={**caps.works, "nv_mma": Verdict(mma, "as drawn")})
+    drawn = {"nv_mma": Verdict(units, "as drawn"), "x86_bf16": Verdict(units, "as drawn", value=1)}
+    caps = replace(caps, works={**caps.works, **drawn})
     if cannot(row, caps, product):
         return
     plan = row.plan(caps, product)
@@ -449,7 +461,8 @@ def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit,
     assert plan.wg <= caps.max_work_group_size
     assert plan.wg % plan.lanes == 0
     tile_m, tile_n = plan.macros["TILE_M"], plan.macros["TILE_N"]
-    if plan.variant == "row":
+    walks = plan.variant in ("row_bf16", "row")
+    if walks:
         assert plan.blocks_per_team % tile_n == 0
     else:
         assert plan.blocks_per_team == tile_n
@@ -465,8 +478,9 @@ def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit,
         return
     assert 16 % tile_n == 0
     assert 128 % (4 * plan.vec) == 0
-    if plan.variant == "row":
+    if walks:
         assert plan.wg == 1
+        assert plan.vec == 16 or plan.variant == "row"
         return
     assert tile_m <= plan.lanes  # lane m adds up row m
     sums, memory = plan.wg // plan.lanes * (plan.lanes + 1), caps.reported["local_mem_size"] or 16384

@@ -771,7 +771,7 @@ def test_kernels_that_are_there(dev):
 
 def test_kernels_that_are_not_there(dev):
     """The reason is that of the table, or of the build."""
-    other = device_of(dev, gemv_mma=False, gemv_vector=False, gemv_row=False, gemv_base=False)
+    other = device_of(dev, gemv_mma=False, gemv_vector=False, gemv_row_bf16=False, gemv_row=False, gemv_base=False)
     kernels = w8a8.Kernels.load(other)
     for layout in LAYOUTS:
         assert not kernels.resolved(layout)
@@ -965,7 +965,11 @@ PROJ_REFUSED = [
     ),
     (lambda b: {"eps": 0.0}, pq.ShapeError, r"eps: expected 2\*\*-100 to 1e30"),
     (lambda b: {"eps": float("nan")}, pq.ShapeError, "eps"),
-    (lambda b: {"force": "fast"}, pq.UnsupportedDeviceError, "force: expected one of mma, vector, row, base, got 'fast'"),
+    (
+        lambda b: {"force": "fast"},
+        pq.UnsupportedDeviceError,
+        "force: expected one of mma, vector, row_bf16, row, base, got 'fast'",
+    ),
 ]
 """Arguments of `proj` instead of those that work, the error and what it says."""
 
@@ -1180,7 +1184,7 @@ LAST_CHUNK = {
 }
 COARSE_SUM = {
     "gemv_w8a8.cl": (r"#define multiply_add\(a, b, c\) (.*)", "#define multiply_add(a, b, c) " + TO_BFLOAT16),
-    "gemv_w8a8_row.cl": (r"#define multiply_add\(a, b, c\) (.*)", "#define multiply_add(a, b, c) " + TO_BFLOAT16),
+    "gemv_w8a8_row.cl": (r"= (add_products\(.*\));\n", "= " + TO_BFLOAT16 + ";\n"),
     "gemv_w8a8_mma.cl": (r"return (sum);\n", "return as_float4(as_uint4(sum) & 0xffff0000u);\n"),
 }
 SHIFTED_SCALE = (r"\* chunks \+ c\]", "* chunks + (c + 1) % chunks]")
