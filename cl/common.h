@@ -19,6 +19,9 @@ Macros (all have defaults but WG and X_TYPE)
              DIVIDE_FMA: fma() is correctly rounded for normal operands
              DIVIDE_INT: neither; long division in integers, right everywhere
     FMA      1: multiply_add() is fma(), one rounding; 0: a product and a sum, where fma() is wrong or slow
+    PAIRS    n: bfloat16 blocks of exactly VEC * n elements go two elements in a word; for K/V with LANES 1, VEC 8 or 16, n a
+             multiple of 4, where fma() is right and fast and float32 subnormals are kept; 0 (default)
+    STREAM   1: with PAIRS, outputs pass the caches by (clang's builtin); they begin at multiples of 64 bytes; 0 (default)
     HALF     1: the type `half` converts to and from float correctly; 0: integers do it
     SHUFFLE  0: teams reduce in local memory; else see vendor.h
     SUBGROUP_SIZE  n: ask for this sub-group size (cl_intel_required_subgroup_size)
@@ -53,6 +56,12 @@ Needs: OpenCL C 1.2.
 #endif
 #ifndef FMA
 #define FMA 0
+#endif
+#ifndef PAIRS
+#define PAIRS 0
+#endif
+#ifndef STREAM
+#define STREAM 0
 #endif
 #ifndef HALF
 #define HALF 0
@@ -182,7 +191,9 @@ static vushort float_to_bfloat16(vfloat v)
 #endif
 }
 
-#if ALIGNED
+#define WALKS_PAIRS (PAIRS && X_TYPE == BF16)
+
+#if ALIGNED || WALKS_PAIRS
 /* Aligned vectors are moved as 32-bit words: NVIDIA's compiler takes vectors of shorts in pieces. */
 #if X_TYPE == F32
 #define VEC_WORDS VEC
@@ -257,6 +268,34 @@ static void store_x(__global x_t *p, vfloat v, uint left)
     ((__global packed_x_t *)p)->v = raw;
 #endif
 }
+
+#if WALKS_PAIRS
+typedef CAT(float, VEC_WORDS) wfloat;
+
+/* The values of the elements in the low and in the high halves of words. */
+static wfloat low_values(words_t w) { return CAT(as_float, VEC_WORDS)(w << 16); }
+static wfloat high_values(words_t w) { return CAT(as_float, VEC_WORDS)(w & 0xffff0000u); }
+
+/* The low halves of both, side by side. */
+static vx low_halves(wfloat low, wfloat high)
+{
+    return from_words((CAT(as_uint, VEC_WORDS)(low) & 0xffffu) | (CAT(as_uint, VEC_WORDS)(high) << 16));
+}
+
+/* The high halves of both, side by side. */
+static vx high_halves(wfloat low, wfloat high)
+{
+    return from_words((CAT(as_uint, VEC_WORDS)(low) >> 16) | (CAT(as_uint, VEC_WORDS)(high) & 0xffff0000u));
+}
+
+#if STREAM && defined(__clang__)
+#define store_pairs(p, what, type) __builtin_nontemporal_store(what, (__global type *)(p))
+#else
+#define store_pairs(p, what, type) (((__global packed_##type *)(p))->v = (what))
+#endif
+typedef struct __attribute__((packed)) { vuint v; } packed_vuint;
+typedef packed_x_t packed_vx;
+#endif
 
 #if FMA
 #define multiply_add(a, b, c) fma(a, b, c)
@@ -363,10 +402,16 @@ static vfloat divide(vfloat a, divisor_t d, const bool plain)
 #endif
 }
 
-/* a / d.value for one number 0 <= a, to nearest even; for quotients above 2^-100. */
+/* a / d.value for 0 <= a, to nearest even; for quotients above 2^-100. */
+static vfloat divide_any(vfloat a, divisor_t d)
+{
+    const vfloat up = a < (vfloat)(1.0f) ? (vfloat)(0x1p64f) : (vfloat)(0x1p-64f); /* moves any float32 into divide()'s range */
+    const vfloat down = a < (vfloat)(1.0f) ? (vfloat)(0x1p-64f) : (vfloat)(0x1p64f);
+    return divide(a * up, d, false) * down;
+}
+
+/* The same for one number. */
 static float divide_one(float a, divisor_t d)
 {
-    const float up = a < 1.0f ? 0x1p64f : 0x1p-64f; /* moves any float32 into divide()'s range */
-    const float down = a < 1.0f ? 0x1p-64f : 0x1p64f;
-    return first(divide((vfloat)(a * up), d, false)) * down;
+    return first(divide_any((vfloat)(a), d));
 }

@@ -182,6 +182,109 @@ static vuchar load_codes(__global const uchar *p)
 #endif
 }
 
+#if WALKS_PAIRS
+/* ---- pairs ---- */
+
+/* Bits of bfloat16 are taken two in a word and stay there: half of the work is done on 16-bit integers, and nothing is
+   widened or narrowed but codes. */
+
+/* How the elements of a plain block become codes. */
+typedef struct {
+    float inverse; /* PAIR_FACTOR / scale, correctly rounded */
+    float rest;    /* PAIR_FACTOR / scale - inverse, to 24 bits */
+    ushort shift;  /* bits of the least bfloat16 >= scale, less PAIR_EXPONENT << 7 */
+} pair_divisor_t;
+
+/* FP8: the exponent field of a float32 whose last bit is that of the code of 1, the quotients being multiplied by
+   PAIR_FACTOR; the factor is such that the field << MBITS, in 7 bits, is the code of 1 without its significand. */
+#if FORMAT == FP8_E4M3FN
+#define PAIR_FACTOR 0x1p3f
+#define PAIR_EXPONENT (127 + 20 + 3)
+#elif FORMAT == FP8_E5M2
+#define PAIR_FACTOR 0x1p-6f
+#define PAIR_EXPONENT (127 + 21 - 6)
+#else
+#define PAIR_FACTOR 1.0f
+#define PAIR_EXPONENT 127
+#endif
+
+/* x / scale * PAIR_FACTOR to nearest even, for a scale that is a bfloat16 divided by LARGEST, between 2^-60 and 2^60; a zero
+   may have either sign, a quotient below 2^-60 may be any as small.
+   inverse + rest is PAIR_FACTOR / scale but for 2^-47 of it, and x * rest is rounded by 2^-48 of the quotient: the sum,
+   rounded once, is the right float unless the quotient lies within 2^-46 of the middle between two.  With 8 bits in x and
+   in the dividend of the scale there are 2^14 pairs of significands, none of which goes wrong: tests/test_kv.py tries all. */
+static wfloat pair_quotient(wfloat x, pair_divisor_t d)
+{
+    return fma(x, (wfloat)(d.inverse), x * d.rest);
+}
+
+/* Codes of the elements raw of a plain block. */
+static vuchar encode_pairs(vx raw, pair_divisor_t d)
+{
+#if FORMAT == INT8
+    const words_t w = as_words(raw);
+    const wfloat low = pair_quotient(low_values(w), d), high = pair_quotient(high_values(w), d);
+    return convert_v(uchar)(low_halves(low + 0x1.8p23f, high + 0x1.8p23f));
+#else
+    /* As small_float_encode(); but the exponent of |x| / scale is found from the bits of both, which count up with the
+       values, and the exponent's part of the code is added to both halves of a word at once. */
+    const vx x = raw & (ushort)0x7fff;
+    const V(short) least = (V(short))((PAIR_EXPONENT + 2 - (1 << (EBITS - 1))) << 7);
+    const vx e = as_v(ushort)(max(as_v(short)(x - d.shift), least)) & (ushort)0xff80;
+    const words_t w = as_words(x), m = as_words(e);
+    const wfloat low = pair_quotient(low_values(w), d), high = pair_quotient(high_values(w), d);
+    const vx significand = low_halves(low + low_values(m), high + high_values(m));
+    const vx code = significand + (e >> (ushort)EBITS);
+    return convert_v(uchar)((code & (ushort)0xff7f) | ((raw >> (ushort)8) & (ushort)0x80));
+#endif
+}
+
+/* Whether one of n codes is NaN or Inf. */
+static bool has_special(__global const uchar *codes, uint n)
+{
+#if FORMAT == INT8
+    return false;
+#else
+    vuint found = (vuint)(0u);
+#pragma unroll
+    for (uint k = 0; k < n; k += 4 * VEC)
+        found |= (((__global const packed_vuint *)(codes + k))->v & 0x7f7f7f7fu) + (FORMAT == FP8_E4M3FN ? 0x01010101u : 0x04040404u);
+#if VEC == 16
+    const uint8 a = found.lo | found.hi;
+#else
+    const uint8 a = found;
+#endif
+    const uint4 b = a.lo | a.hi;
+    const uint2 c = b.lo | b.hi;
+    return ((c.x | c.y) & 0x80808080u) != 0u;
+#endif
+}
+
+/* The bits of finite codes * scale, rounded to float32 and then to bfloat16; 2^-60 < scale < PAIR_SCALE. */
+#define PAIR_SCALE (FORMAT == INT8 ? 0x1p60f : FORMAT == FP8_E4M3FN ? 0x1p7f : 0x1p15f)
+static vx decode_pairs(vuchar codes, float scale)
+{
+    const V(short) c = convert_v(short)(as_v(char)(codes));
+#if FORMAT == INT8
+    /* An integer that begins in the middle of a word is 2^16 times itself. */
+    const words_t w = as_words(c);
+    const float s = scale * 0x1p-16f;
+    const wfloat low = CAT(convert_float, VEC_WORDS)(CAT(as_int, VEC_WORDS)(w << 16)) * s;
+    const wfloat high = CAT(convert_float, VEC_WORDS)(CAT(as_int, VEC_WORDS)(w & 0xffff0000u)) * s;
+#else
+    /* A code's bits, moved to where bfloat16 has sign, exponent and mantissa, are its value times a power of two, a
+       subnormal's too; the product with the rest of that power is exact before it is rounded. */
+    const words_t w = as_words(c << (short)(7 - MBITS)) & (FORMAT == FP8_E4M3FN ? 0x87f087f0u : 0x8fe08fe0u);
+    const float s = scale * (FORMAT == FP8_E4M3FN ? 0x1p120f : 0x1p112f);
+    const wfloat low = low_values(w) * s, high = high_values(w) * s;
+#endif
+    /* Up when the lower half is more than one half of the upper one's last bit, or just that and the last bit is odd. */
+    const vx upper = high_halves(low, high);
+    const vx lower = low_halves(low, high);
+    return upper - as_v(ushort)((lower | (upper & (ushort)1)) > (ushort)0x8000);
+}
+#endif
+
 /* ---- scales ---- */
 
 #if SCALE_TYPE == F32

@@ -15,6 +15,7 @@
    SCALE_TYPE  F32 | F16
    PER_TENSOR  0 (default) | 1: the one scale serves all blocks
    CHUNKS  n: block == LANES * VEC * n and blocks_per_row == 1; 0 (default): any block
+   PAIRS STREAM  see common.h; taken for BF16
    X_TYPE WG VEC LANES ALIGNED HALF CONVERT_NV  see common.h, vendor.h
 
 5. Needs
@@ -65,7 +66,17 @@ void kv_dequantize(__global x_t *restrict y, ulong y_offset, __global const ucha
 #else
         const float low = 0.0f;
 #endif
-#if CHUNKS
+#if WALKS_PAIRS
+        const size_t start = b * (PAIRS * VEC);
+        if (scale > 0x1p-60f && scale < PAIR_SCALE && !has_special(codes + start, PAIRS * VEC)) {
+#pragma unroll
+            for (uint k = 0; k < PAIRS * VEC; k += VEC)
+                store_pairs(y + start + k, decode_pairs(load_codes(codes + start + k), scale), vx);
+        } else {
+            for (uint k = 0; k < PAIRS * VEC; k += VEC)
+                store_x(y + start + k, restore(load_codes(codes + start + k), scale, low), VEC);
+        }
+#elif CHUNKS
         const size_t start = b * block + lane * VEC;
         vuchar held[CHUNKS]; /* all loads are on their way before the first use */
 #pragma unroll

@@ -27,6 +27,7 @@
    PER_TENSOR  0 (default) | 1
    CHUNKS  n: block == LANES * VEC * n and blocks_per_row == 1, each lane keeps its n vectors in registers;
            0 (default): any block
+   PAIRS STREAM  see common.h; taken for BF16, F32 scales and one scale a block
    X_TYPE WG VEC LANES ALIGNED DIVIDE HALF SHUFFLE SUBGROUP_SIZE CONVERT_NV  see common.h, vendor.h
 
 5. Needs
@@ -334,6 +335,65 @@ static void emit(work_t w, __global uchar *codes, __global scale_t *scales, __gl
         encode_lane(w, codes + w.codes, lane, false);
 }
 
+#define ROWS_OF_PAIRS (WALKS_PAIRS && SCALE_TYPE == F32 && !PER_TENSOR)
+
+#if ROWS_OF_PAIRS
+/* Bits of the largest magnitude of a block. */
+static x_t block_amax(__global const x_t *from)
+{
+    extremes_t e = { (vx)(0), (vx)(0) };
+#pragma unroll
+    for (uint k = 0; k < PAIRS * VEC; k += VEC)
+        e = extend(e, load_x(from + k, VEC), false);
+    return (x_t)hmax(e.hi);
+}
+
+/* Writes the codes of a plain block, 4 * VEC at a time. */
+static void encode_block(__global const x_t *from, __global uchar *to, pair_divisor_t d)
+{
+#pragma unroll
+    for (uint k = 0; k < PAIRS * VEC; k += 4 * VEC) {
+        const moved_t a = as_moved(encode_pairs(load_x(from + k, VEC), d));
+        const moved_t b = as_moved(encode_pairs(load_x(from + k + VEC, VEC), d));
+        const moved_t c = as_moved(encode_pairs(load_x(from + k + 2 * VEC, VEC), d));
+        const moved_t e = as_moved(encode_pairs(load_x(from + k + 3 * VEC, VEC), d));
+        store_pairs(to + k, ((vuint)(a, b, c, e)), vuint);
+    }
+}
+
+/* Quantizes blocks first..end.  The scales of VEC blocks are one vector: their divisions cost as much as those of one.
+   While a block is encoded, the largest magnitude of the one VEC further on is sought: neither waits for the other.
+   A block that is not plain, or whose scale is eps, is left to the others' functions. */
+static void quantize_rows(__global const x_t *x, __global uchar *codes, __global scale_t *scales, size_t first, size_t end,
+                          ulong dim, float eps, __local TEAM_T *scratch)
+{
+    const uint block = PAIRS * VEC;
+    vx amax = (vx)(0);
+    for (uint i = 0; i < VEC && first + i < end; i++)
+        ((x_t *)&amax)[i] = block_amax(x + (first + i) * block);
+    for (size_t b = first; b < end; b += VEC) {
+        const vfloat quotient = divide_any(widen(amax), divisor(LARGEST));
+        const vint plain = quotient > (vfloat)(max(eps, 0x1p-60f)) && quotient < (vfloat)(0x1p60f);
+        const vfloat scale = plain ? quotient : (vfloat)(1.0f);
+        const vfloat inverse = PAIR_FACTOR / scale;
+        const vfloat rest = fma(-scale, inverse, (vfloat)(PAIR_FACTOR)) * (inverse * (1.0f / PAIR_FACTOR));
+        const vuint shift = ((as_v(uint)(scale) + 0xffffu) >> 16) - (PAIR_EXPONENT << 7);
+        for (uint i = 0; i < VEC && b + i < end; i++) {
+            const size_t at = (b + i) * block;
+            if (b + VEC + i < end)
+                ((x_t *)&amax)[i] = block_amax(x + at + VEC * block);
+            if (((const int *)&plain)[i]) {
+                const pair_divisor_t d = { ((const float *)&inverse)[i], ((const float *)&rest)[i], (ushort)((const uint *)&shift)[i] };
+                encode_block(x + at, codes + at, d);
+                scales[b + i] = ((const float *)&scale)[i];
+            } else {
+                emit(prepare(b + i, x, 0, end, dim, block, 1, eps, 0, scratch), codes, scales, 0, 0);
+            }
+        }
+    }
+}
+#endif
+
 #if PER_TENSOR
 /* Raises *amax to the largest finite |x|: an integer maximum, the same for any number of work-groups. */
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
@@ -384,7 +444,9 @@ void kv_quantize(__global const x_t *restrict x, ulong x_offset, __global uchar 
     codes += codes_offset;
     scales += scales_offset;
     mins += mins_offset;
-#if LANES == 1
+#if ROWS_OF_PAIRS
+    quantize_rows(x, codes, scales, first_block, min((size_t)blocks, first_block + blocks_per_team), dim, eps, scratch);
+#elif LANES == 1
     /* A block is prepared before the one ahead of it is written: its reduction and the divisions for its
        scale are a long chain, which a CPU fills with the encoding.  (A GPU fills it with other work-items,
        and would keep w in memory.) */

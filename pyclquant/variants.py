@@ -234,6 +234,23 @@ def plan_row(caps: Capabilities, blocks: Blocks, find: Find = kv_tuned) -> Plan:
     return Plan("row", row_vec(caps, blocks), 1, 1, each, macros, options, how.source)
 
 
+CACHED_BYTES = 32 << 20
+"""Read and written by an operation; its output may still be in a cache when the next one asks for it. Beyond, stores that pass
+the caches by spare reading each line before it is overwritten."""
+
+
+def plan_kv_row(caps: Capabilities, blocks: Blocks) -> Plan:
+    """Short rows of bfloat16 go two elements in a word: PAIRS and STREAM of `cl/common.h`, which names the conditions."""
+    plan = plan_row(caps, blocks)
+    number, rest = divmod(blocks.block, 4 * plan.vec)
+    fits = plan.vec >= 8 and blocks.itemsize == 2 and blocks.codes_per_byte == 1 and blocks.whole and rest == 0 and number <= 4
+    if not fits or caps.missing("fma", "fma_speed", "denormals"):
+        return plan
+    nbytes = blocks.blocks * blocks.block * (blocks.itemsize + 1)
+    streams = nbytes > CACHED_BYTES and blocks.align % 64 == 0
+    return replace(plan, macros={**plan.macros, "PAIRS": 4 * number, "STREAM": int(streams)})
+
+
 def unsupported_base(caps: Capabilities, blocks: Blocks) -> str | None:
     """Every OpenCL 1.2 device that runs a kernel at all and can address the arrays."""
     small = blocks.blocks * blocks.block < 2**29  # fewer than 2^31 bytes: 32-bit indices do
@@ -283,7 +300,7 @@ def unsuited_to_gpu(caps: Capabilities, shape: object) -> str | None:
 KV: tuple[Variant[Blocks], ...] = (
     Variant("vector_shuffle", "kv_vector_shuffle", unsupported_shuffle, unsuited_to_cpu, partial(plan_vector, shuffled=True)),
     Variant("vector", "kv_vector", unsupported_vector, unsuited_to_cpu, plan_vector),
-    Variant("row", "kv_row", unsupported_row, unsuited_to_gpu, plan_row),
+    Variant("row", "kv_row", unsupported_row, unsuited_to_gpu, plan_kv_row),
     Variant("base", "kv_base", unsupported_base, never, plan_base),
 )
 """Quantize and dequantize."""

@@ -115,6 +115,72 @@ def test_reciprocals_of_all_mantissas(dev):
     assert mismatch(y.get(), np.float32(1) / bits.view(np.float32)) is None
 
 
+@pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+def test_every_quotient_of_two_bfloat16_significands(dev, format):
+    """The division of rows of pairs rests on these: the largest element of each block has each of the 128 significands, and the
+    others have all of them, at every exponent down to codes of 0."""
+    significands = (np.arange(128, dtype=np.uint16) | np.uint16(0x3F80)).view(bfloat16).astype(np.float32)
+    smaller = np.ldexp(significands[None, :], -np.arange(34 if format == "fp8_e5m2" else 21)[:, None]).ravel()
+    rows = np.resize(smaller, (-(-smaller.size // 127), 127))
+    x = np.stack([np.column_stack([np.full(len(rows), top, np.float32), np.minimum(rows, top)]) for top in significands])
+    x[:, 1::2, 1:] *= -1
+    check(dev, Case(x.astype(bfloat16), format, "per_head"), None)
+
+
+def rows_of_pairs():
+    """Enough rows for several vectors of scales and a rest; among plain ones some that are not."""
+    x = sample((53, 128), "bfloat16", 11).astype(np.float32)
+    x[3] = 0
+    x[7, 5], x[8, 127], x[9, 0] = np.nan, np.inf, -np.inf
+    x[11] *= 1e-30
+    x[12] *= 1e30
+    x[13] *= 1e-13  # of which eps is the scale
+    x[16, ::2] = 0.0
+    x[16, 1::4] = -0.0
+    x[17, 4:20] = 2.0**-130
+    x[31] = 1.0
+    x[52, 100] = np.nan
+    return x.astype(bfloat16)
+
+
+@pytest.mark.oclgrind
+@pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+def test_rows_that_are_not_plain_among_others(dev, format):
+    for scale_dtype in ("float32", "float16"):
+        check(dev, Case(rows_of_pairs(), format, "per_head", scale_dtype=scale_dtype, out_dtype="bfloat16"), "row")
+    check(dev, Case(rows_of_pairs(), format, "per_group", 64, out_dtype="bfloat16"), "row")
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+def test_outputs_past_the_caches(dev, format, monkeypatch):
+    """Large outputs are stored in another way, unless a slice begins in the middle of a cache line."""
+    monkeypatch.setattr(variants_module, "CACHED_BYTES", 0)
+    fresh = Device(dev.queue, dev.capabilities)  # which remembers no plan
+    x = rows_of_pairs()
+    check(fresh, Case(x, format, "per_head", out_dtype="bfloat16"), "row")
+    codes, scales, _ = reference.quantize(x, format)
+    store = cla.zeros(dev.queue, 32 + x.size, np.uint8).view(codes.dtype)
+    out = pq.Quantized(format, "per_head", None, x.shape, store[32:].reshape(x.shape), cla.empty(dev.queue, len(x), np.float32))
+    kv.quantize(fresh, x, format, out=out, force="row")
+    assert mismatch(out.codes.get(), codes) is None
+    assert mismatch(out.scales.get(), scales) is None
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+def test_products_of_all_codes_and_scales_of_few_bits(dev, format):
+    """Products in the middle between two values of bfloat16 are common among these; NaN and Inf stay in rows of their own."""
+    fmt = FORMATS[format]
+    codes = np.arange(256, dtype=np.uint8)
+    special = ~np.isfinite(codes.view(fmt.codes_dtype).astype(np.float32))
+    codes = np.where(special, np.uint8(0x33), codes)
+    bits = np.arange(1 << 12) / 2.0**12 + 1
+    scales = np.concatenate([bits, bits * 2.0**-40, 2.0 ** np.arange(-100, 100)]).astype(np.float32)
+    stored = np.ascontiguousarray(np.broadcast_to(codes, (scales.size, 256))).view(fmt.codes_dtype)
+    q = pq.Quantized(format, "per_head", None, stored.shape, stored, scales)
+    got = kv.dequantize(dev, q, "bfloat16").get()
+    assert mismatch(got, reference.dequantize(stored, scales, None, fmt, stored.shape, dtype="bfloat16")) is None
+
+
 @pytest.mark.parametrize("wg", [1, 3, 32, 96])
 def test_base_runs_in_any_work_group(dev, wg, monkeypatch):
     def plan(caps, blocks):

@@ -165,6 +165,26 @@ def test_rows_do_not_change_the_variant_of_the_gemv(name, layout):
 # ---- select ----
 
 
+def test_rows_of_pairs_where_they_fit_and_past_the_caches_where_they_are_large():
+    caps = caps_with("cpu", fma=True, fma_speed=True, denormals=True, divide=True)
+
+    def taken(caps, **changes):
+        macros = select(KV, caps, replace(USUAL, **changes), force="row").macros
+        return macros.get("PAIRS"), macros.get("STREAM")
+
+    assert taken(caps) == (8, 0)
+    large = 1 << 20
+    assert taken(caps, blocks=large) == taken(caps, blocks=large, align=64) == (8, 1)
+    assert taken(caps, blocks=large, align=32) == (8, 0)
+    assert taken(caps, dim=64, block=64) == (4, 0)
+    for changes in ({"itemsize": 4}, {"codes_per_byte": 2}, {"block": 64}, {"dim": 96, "block": 96}, {"dim": 320, "block": 320}):
+        assert taken(caps, **changes) == (None, None)
+    for feature in ("fma", "fma_speed", "denormals", "vector8"):
+        lacking = {"fma": True, "fma_speed": True, "denormals": True, "divide": True, feature: False}
+        lacking |= {"vector16": False} if feature == "vector8" else {}
+        assert taken(caps_with("cpu", **lacking)) == (None, None)
+
+
 def test_force_takes_a_row_that_only_does_not_suit():
     caps = DEVICES["nvidia-rtx2080ti"]
     assert "row" in refusals(KV, caps, USUAL)
