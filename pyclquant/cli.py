@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import pyclquant
-from pyclquant import bench, convert, evaluate, files, icd, kv, plot, selftest, tables, variants, w8a8
+from pyclquant import bench, convert, evaluate, files, icd, kv, plot, selftest, tables, tune, tuned, variants, w8a8
 from pyclquant.arrays import on_host
 from pyclquant.bench_work import Spec, block_options
 from pyclquant.capabilities import Capabilities
@@ -88,9 +88,16 @@ def root(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line, sys.argv by default, and exit. An error that a user can cause is one line on stderr."""
-    warnings.filterwarnings("ignore", category=cl.CompilerWarning)  # logs of builds that went well
+    run_and_exit(lambda: app(None if arguments is None else list(arguments), prog_name="pyclquant"))
+
+
+def run_and_exit(command: Callable[[], object]) -> NoReturn:
+    """Run a command line of any program here, as `main` does."""
     try:
-        app(None if arguments is None else list(arguments), prog_name="pyclquant")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=cl.CompilerWarning)  # logs of builds that went well
+            warnings.showwarning = lambda message, *_: typer.echo(f"pyclquant: {message}", err=True)
+            command()
     except PyclquantError as error:
         reason = str(error)
     except cl.MemoryError as error:
@@ -217,11 +224,12 @@ def variants_used(caps: Capabilities) -> dict[str, dict[str, Any]]:
 
 
 def variant_used(table: tuple[variants.Variant[variants.S], ...], caps: Capabilities, shape: variants.S) -> dict[str, Any]:
-    """The variant of a table that is taken, None without one, and why not others."""
-    variant = None
+    """The variant of a table that is taken, None without one, why not others, and where its launch parameters are from."""
+    variant, source = None, ""
     with contextlib.suppress(PyclquantError):
-        variant = variants.select(table, caps, shape).variant
-    return {"variant": variant, "refused": variants.refusals(table, caps, shape)}
+        plan = variants.select(table, caps, shape)
+        variant, source = plan.variant, plan.tuned
+    return {"variant": variant, "refused": variants.refusals(table, caps, shape), "tuned": source}
 
 
 def by_default(discovery: Discovery) -> Found | None:
@@ -268,6 +276,7 @@ def probe(
             for t in (tables.features(caps), tables.used(used)):
                 out.print(t)
                 out.print()
+            out.print(tables.sources(used) + "\n", markup=False)
     if as_json:
         print_json({"pyclquant": pyclquant.__version__, "devices": rows, "notes": discovery.notes})
     else:
@@ -649,3 +658,99 @@ def print_bench(report: bench.Report, spec: Spec) -> None:
         out.print(tables.growth_table(report.growth))
     for note in tables.peer_notes(report.results):
         out.print(f"note: {note}", markup=False)
+
+
+# ---- tune ----
+
+TUNED_OPS = (*tune.OPS, *dict.fromkeys(op for ops in tune.OPS.values() for op in ops if op not in tune.OPS))
+"""What --op of `tune` takes by itself; each of an operation's variants, too."""
+
+
+@app.command("tune")
+def tune_command(
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Of {', '.join(TUNED_OPS)}: the variant that the device takes; or one of them, such as gemv/vector; "
+            f"repeat or join by commas; default: {', '.join(tune.OPS)}.",
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help=f"With --op. kv: ROWS,DIM, default {','.join(map(str, tune.Choice.tensor))}; act_quant, gemv: N,K, "
+            f"default {','.join(map(str, tune.Choice.weight))}.",
+        ),
+    ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="M",
+            help=f"Rows of activations, 1 to {w8a8.MAX_ROWS}; repeat or join by commas; default: all size classes.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="OUT.json", help=f"Default: your own file, which {tuned.ENVIRONMENT} may name."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Try only what is next to the present parameters.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="Begin nothing else after so many seconds.")] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the launch parameters that are fastest on a device and keep them in your own file (needs kernel-tuner).
+
+    No parameter changes a bit of a result; each candidate's is compared with the reference before it is timed, caches cold.
+    """
+    path = output or tuned.user_file()
+    if path is None:
+        raise typer.BadParameter(f"expected a file while {tuned.ENVIRONMENT} is off", param_hint="--output")
+    choice = chosen_tuning(op, shape, rows, quick, seconds)
+    tune_into(path, "device", choice, device, as_json, "pyclquant tune")
+
+
+def chosen_tuning(
+    op: Sequence[str] | None, shape: str | None, rows: Sequence[str] | None, quick: bool, seconds: float | None
+) -> tune.Choice:
+    """The choice that options mean, checked."""
+    names = joined(op) or tuple(tune.OPS)
+    for name in names:
+        if name not in TUNED_OPS and name not in tune.SPACES:
+            raise typer.BadParameter(f"expected one of {', '.join((*TUNED_OPS, *tune.SPACES))}, got {name!r}", param_hint="--op")
+    families = tuple(dict.fromkeys(name.partition("/")[0].partition("_")[0] for name in names))
+    sizes = parse_shape(shape, tuple("act_quant" if f == "act" else f for f in families)) if shape is not None else ()
+    choice = tune.Choice(names, rows=parse_rows(joined(rows)) or None, quick=quick)
+    if seconds is not None:
+        choice = replace(choice, seconds=seconds)
+    if not sizes:
+        return choice
+    return replace(choice, tensor=sizes) if "kv" in families else replace(choice, weight=(sizes[0], sizes[-1]))
+
+
+def tune_into(path: Path, level: str, choice: tune.Choice, device: str | None, as_json: bool, by: str) -> None:
+    """Tune and update a file under the device's key of a level; exit code 1 when something could not be tuned."""
+    tune.check_installed()
+    content = tune.open_file(path)
+    tune.write(path, content)
+    dev = pick(device, as_json)
+    key = tune.key_of(dev, level)
+    with steps(as_json) as step:
+        report = tune.run(dev, choice, step)
+    tune.write(path, tune.updated(content, dev, level, report.rows, by))
+    if as_json:
+        print_json({"device": dev.name, "level": level, "key": key, "output": str(path), **asdict(report)})
+    else:
+        out = console()
+        out.print(dev.name, style="bold cyan", markup=False)
+        out.print(tables.tuned_table(report.rows))
+        for row in report.rows:
+            for values, why in row.left_out.items():
+                out.print(f"left out: {row.kernel} {row.size} {values}: {why}", markup=False)
+        for name in report.skipped:
+            out.print(f"no time for {name}", markup=False)
+        for name, why in report.failed.items():
+            out.print(f"failed: {name}: {why}", markup=False)
+        out.print(f"wrote {path} ({level} {key})", markup=False)
+    raise typer.Exit(1 if report.failed or not report.rows else 0)

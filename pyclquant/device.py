@@ -166,10 +166,10 @@ def matches(found: Found, selector: str) -> bool:
 
 def verdict_key(reported: dict[str, Any]) -> str:
     """Name of the file that keeps a device's verdicts: changes with platform, device, driver, this
-    package's version and its kernels.
+    package's version, its kernels and how they are launched.
     """
     sources = hashlib.sha256()
-    for path in sorted(CL_DIR.glob("*.[ch]*")):
+    for path in (*sorted(CL_DIR.glob("*.[ch]*")), tuned.SHIPPED):
         sources.update(path.read_bytes())
     keys = ("platform_name", "platform_version", "name", "vendor", "driver_version", "device_version", "max_compute_units")
     row = [version("pyclquant"), sources.hexdigest(), sorted(probe.FEATURES), *(reported[k] for k in keys)]

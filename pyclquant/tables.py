@@ -17,6 +17,7 @@ from pyclquant.convert import relative_rms
 from pyclquant.device import Found
 from pyclquant.evaluate import Row
 from pyclquant.selftest import Result
+from pyclquant.tune import Row as Tuned
 
 EXTENSIONS = {
     "half_convert": "cl_khr_fp16",
@@ -104,14 +105,24 @@ def features(caps: Capabilities) -> Table:
 def used(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """Operations, the variant that they take, and why not each other one. Operations alike share a row."""
     t = table("operation", "used", "refused", "because")
-    for row in [row for n, row in enumerate(rows.values()) if row not in list(rows.values())[:n]]:
-        ops = "\n".join(op for op in rows if rows[op] == row)
+    choices = {op: (row["variant"], row["refused"]) for op, row in rows.items()}
+    for op, row in rows.items():
+        alike = [other for other in rows if choices[other] == choices[op]]
+        if alike[0] != op:
+            continue
+        ops = "\n".join(alike)
         taken = Text(row["variant"] or "none", "green" if row["variant"] else "red")
         refused = list(row["refused"].items()) or [("", "")]
         t.add_row(ops, taken, refused[0][0], Text(refused[0][1]))
         for variant, reason in refused[1:]:
             t.add_row("", "", variant, Text(reason))
     return t
+
+
+def sources(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Where the launch parameters of the operations come from, a line for each place."""
+    places = dict.fromkeys(row["tuned"] for row in rows.values() if row["tuned"])
+    return "\n".join(f"launch parameters of {', '.join(op for op in rows if rows[op]['tuned'] == p)}: {p}" for p in places)
 
 
 # ---- kv ----
@@ -197,6 +208,17 @@ def decibel(error: float | None) -> float | None:
 
 
 # ---- selftest and bench ----
+
+
+def tuned_table(rows: Sequence[Tuned]) -> Table:
+    """What was tuned: the parameters that were there, the fastest, and their times."""
+    figures = ("now µs", "best µs", "gain", "tried")
+    t = table("kernel", "size", "shape", "now", "best", *figures, right=figures)
+    for row in rows:
+        now, best = (" ".join(f"{name}={v}" for name, v in values.items()) for values in (row.present, row.best))
+        times = (f"{row.present_us:.1f}", f"{row.best_us:.1f}", f"{row.present_us / row.best_us - 1:.0%}")
+        t.add_row(row.kernel, row.size, row.shape, now, "" if best == now else best, *times, str(row.tried))
+    return t
 
 
 def selftest_table(results: Sequence[Result]) -> Table:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyopencl as cl
@@ -98,10 +99,14 @@ def test_a_report_has_the_keys_of_the_fixtures(dev):
     reported = device.report(dev.queue.device)
     unknown = set(reported) - set(FIXTURE)
     assert unknown == set()
-    assert set(reported["extra"]) - set(FIXTURE["extra"]) == {"compute_capability"}  # which dumps do not show
+    assert set(reported["extra"]) - set(FIXTURE["extra"]) == {"compute_capability"}
     assert reported["device_type"] in ("cpu", "gpu", "accelerator")
     assert reported["name"]
     assert reported["max_work_group_size"] >= 1
+
+
+def test_a_compute_capability_is_a_version():
+    assert device.compute_capability(SimpleNamespace(compute_capability_major_nv=9, compute_capability_minor_nv=0)) == "9.0"
 
 
 def test_a_query_that_the_driver_refuses_is_unknown():
