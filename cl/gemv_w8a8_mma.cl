@@ -214,6 +214,19 @@ void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global co
     for (uint i = 0; i < STAGES - 1; i++)
         fetch(&loads, ring + i * STAGE, first_chunk + i, last_chunk);
     for (uint chunk = first_chunk; chunk < last_chunk; chunk++) {
+#if SCALES == BLOCK_128 /* asked for before the wait for the chunk itself */
+        float2 a_scale[M_TILES];
+        float w_scale[N_TILES];
+#pragma unroll
+        for (uint t = 0; t < M_TILES; t++) {
+            const uint m = (warp_m * M_TILES + t) * 8 + lane % 4 * 2;
+            a_scale[t].x = a_scales[(size_t)min(m, rows - 1) * chunks + chunk];
+            a_scale[t].y = a_scales[(size_t)min(m + 1, rows - 1) * chunks + chunk];
+        }
+#pragma unroll
+        for (uint i = 0; i < N_TILES; i++)
+            w_scale[i] = weight_scale(blocks[i], block_row[i], chunk, chunks);
+#endif
         nv_copy_wait(STAGES - 2);
         team_barrier(team); /* everyone's copies are there, and nobody reads the stage that is filled next */
         fetch(&loads, ring + (chunk - first_chunk + STAGES - 1) % STAGES * STAGE, chunk + STAGES - 1, last_chunk);
@@ -232,17 +245,9 @@ void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global co
         for (uint block = 0; block < M_TILES; block += M_BLOCK) {
             lane_words_t x[M_BLOCK];
             float4 whole[N_TILES][M_BLOCK]; /* of the chunk */
-#if SCALES == BLOCK_128
-            float2 a_scale[M_BLOCK];
-#endif
 #pragma unroll
             for (uint t = 0; t < M_BLOCK; t++) {
-                const uint m = (warp_m * M_TILES + block + t) * 8;
-                x[t] = lane_words(stage + (TILE_N + m) * CHUNK, lane);
-#if SCALES == BLOCK_128
-                a_scale[t].x = a_scales[(size_t)min(m + lane % 4 * 2, rows - 1) * chunks + chunk];
-                a_scale[t].y = a_scales[(size_t)min(m + lane % 4 * 2 + 1, rows - 1) * chunks + chunk];
-#endif
+                x[t] = lane_words(stage + (TILE_N + (warp_m * M_TILES + block + t) * 8) * CHUNK, lane);
 #pragma unroll
                 for (uint i = 0; i < N_TILES; i++)
                     whole[i][t] = (float4)(0.0f);
@@ -258,13 +263,10 @@ void gemv_w8a8_mma(__global const uchar *restrict a, ulong a_offset, __global co
                 }
 #pragma unroll
             for (uint i = 0; i < N_TILES; i++) {
-#if SCALES == BLOCK_128
-                const float w_scale = weight_scale(blocks[i], block_row[i], chunk, chunks);
-#endif
 #pragma unroll
                 for (uint t = 0; t < M_BLOCK; t++)
 #if SCALES == BLOCK_128
-                    sum[i][block + t] = fma(whole[i][t], (float4)(a_scale[t] * w_scale, a_scale[t] * w_scale), sum[i][block + t]);
+                    sum[i][block + t] = fma(whole[i][t], (float4)(a_scale[block + t], a_scale[block + t]) * w_scale[i], sum[i][block + t]);
 #else
                     sum[i][block + t] += whole[i][t];
 #endif

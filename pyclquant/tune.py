@@ -62,18 +62,19 @@ SIDE_BY_SIDE: Space = {"wg": (64, 128, 256), "vectors": (1, 2, 4, 8), "held": (0
 KV_ROW: Space = {"items": (1, 4, 16, 64, 256)}
 BASE: Space = {"wg": (16, 32, 64, 128, 256)}
 KV_SPACES = {"vector_shuffle": SIDE_BY_SIDE, "vector": SIDE_BY_SIDE, "row": KV_ROW, "base": BASE}
+GEMV_ROW: Space = {"tile_n": (1, 2, 4, 8, 16), "item_bytes": (1 << 14, 1 << 16, 1 << 18, 1 << 20), "items": (4, 16)}
 SPACES: dict[str, Space] = {
     **{f"{op}/{variant}": space for op in OPS["kv"] for variant, space in KV_SPACES.items()},
-    "act_quant/vector": {"wg": (64, 128, 256), "most_held": (0, 16)},
+    "act_quant/vector": {"wg": (64, 128, 256, 512, 1024), "most_held": (0, 16)},
     "act_quant/row": {"items": (1, 4, 16, 64), "most_held": (0, 16)},
     "act_quant/base": BASE,
     "gemv/mma": {"warps_k": (1, 4), "warps_n": (1, 2, 4), "warps_m": (1, 2, 4), "tiles_n": (1, 2), "stages": (2, 3, 4, 6)},
     "gemv/vector": {"wg": (64, 128, 256), "tile_n": (1, 2, 4, 8)},
-    "gemv/row": {"tile_n": (1, 2, 4, 8, 16), "item_bytes": (1 << 14, 1 << 16, 1 << 18, 1 << 20), "items": (4, 16)},
+    **{f"gemv/{variant}": GEMV_ROW for variant in ("row", "row_bf16")},
 }
 """op/variant -> parameter -> values that are tried, beside the present one. Parameters that are missing stay as they are."""
 
-MOST_SUMS = {"gemv/vector": 32, "gemv/row": 32}
+MOST_SUMS = {"gemv/vector": 32, "gemv/row": 32, "gemv/row_bf16": 32}
 """Most sums, TILE_M * TILE_N, of a work-item: with more the registers do not do, and compilers take long."""
 
 MOST_LAUNCHES = 48

@@ -66,7 +66,7 @@ SIDE_BY_SIDE = {"wg": WG, "lanes": LANES, "vectors": VECTORS, "held": HELD}
 KV_PARAMETERS = {"vector_shuffle": SIDE_BY_SIDE, "vector": SIDE_BY_SIDE, "row": {"items": ITEMS}, "base": {"wg": WG}}
 PARAMETERS: dict[str, dict[str, Parameter]] = {
     **{f"{op}/{variant}": p for op in ("kv_quantize", "kv_dequantize") for variant, p in KV_PARAMETERS.items()},
-    "act_quant/vector": {"wg": WG, "most_held": MOST_HELD},
+    "act_quant/vector": {"wg": Parameter(WG.meaning, (*WG.values, 512, 1024)), "most_held": MOST_HELD},
     "act_quant/row": {"items": ITEMS, "most_held": MOST_HELD},
     "act_quant/base": {"wg": WG},
     "gemv/mma": {
