@@ -479,6 +479,8 @@ def unsupported_gemv_row_bf16(caps: Capabilities, p: Product) -> str | None:
 
 def unsupported_gemv_mma(caps: Capabilities, p: Product) -> str | None:
     """Matrix units that gave the right products."""
+    if missing := caps.missing("nv_mma"):
+        return missing
     if p.align < 16:
         return f"weights at multiples of {p.align} bytes, 16 are needed"
     if caps.max_work_group_size < 32:
@@ -487,7 +489,7 @@ def unsupported_gemv_mma(caps: Capabilities, p: Product) -> str | None:
     needed = 2 * 128 * (32 + TILES[-1])
     if memory < needed:
         return f"{memory} bytes of local memory, {needed} are needed"
-    return caps.missing("nv_mma") or unsupported_gemv(caps, p)
+    return unsupported_gemv(caps, p)
 
 
 GEMV: tuple[Variant[Product], ...] = (
