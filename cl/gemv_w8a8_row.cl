@@ -148,8 +148,8 @@ static float lane_sum(vfloat v)
 
 /* Rows start..start + TILE_N of the output, of segment s, for the activation rows m0..m0 + TILE_M.  staged, a_scales, c: from
    their offsets on. */
-static void walk_rows(__global const uint *restrict staged, __global const float *restrict a_scales, segment_t s, uint start,
-                      __global x_t *restrict c, uint m0, uint rows, uint k, uint ldc)
+static void walk_rows(__global const uint *staged, __global const float *a_scales, segment_t s, uint start,
+                      __global x_t *c, uint m0, uint rows, uint k, uint ldc)
 {
     const uint chunks = k / CHUNK;
     const uint row = start - s.start;
