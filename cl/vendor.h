@@ -239,9 +239,9 @@ static uint16 x86_e4m3_to_bfloat16(uint16 codes, uint part)
     const x86_bytes_t low = as_x86_bytes(x86_look_up(E4M3_LOW_0_TO_63, codes, E4M3_LOW_64_TO_127));
     const uint16 magnitude = x86_look_up(E4M3_HIGH_0_TO_63, codes, E4M3_HIGH_64_TO_127);
     const x86_bytes_t high = as_x86_bytes(magnitude | (codes & 0x80808080u));
-#define PAIRS(i) i, i + 64, i + 1, i + 65, i + 2, i + 66, i + 3, i + 67, i + 4, i + 68, i + 5, i + 69, i + 6, i + 70, i + 7, i + 71
-    return as_uint16(part == 0 ? __builtin_shufflevector(low, high, PAIRS(0), PAIRS(16), PAIRS(32), PAIRS(48))
-                               : __builtin_shufflevector(low, high, PAIRS(8), PAIRS(24), PAIRS(40), PAIRS(56)));
+#define ALTERNATELY(i) i, i + 64, i + 1, i + 65, i + 2, i + 66, i + 3, i + 67, i + 4, i + 68, i + 5, i + 69, i + 6, i + 70, i + 7, i + 71
+    return as_uint16(part == 0 ? __builtin_shufflevector(low, high, ALTERNATELY(0), ALTERNATELY(16), ALTERNATELY(32), ALTERNATELY(48))
+                               : __builtin_shufflevector(low, high, ALTERNATELY(8), ALTERNATELY(24), ALTERNATELY(40), ALTERNATELY(56)));
 }
 
 /* Rounds to nearest even after each product; takes subnormal bfloat16 for zeros. */

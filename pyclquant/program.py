@@ -164,8 +164,10 @@ class Programs:
             return self.enqueue(Bound(kernel, (plan.global_size(launch.blocks),), (plan.wg,), launch.arguments), wait_for)
 
     def enqueue(self, bound: Bound, wait_for: Sequence[cl.Event]) -> cl.Event:
-        """Enqueue a kernel. What comes right behind a command in a queue that runs in order need not be told to wait for it."""
-        waits = [e for e in wait_for if e is not self._last] if self.in_order else list(wait_for)
+        """Enqueue a kernel; a queue that runs in order waits for its own events anyway."""
+        waits = list(wait_for)
+        if self.in_order:  # of the last event the driver need not be asked
+            waits = [e for e in waits if e is not self._last and e.command_queue != self.queue]
         event = cl.enqueue_nd_range_kernel(self.queue, bound.kernel, bound.global_size, bound.local_size, wait_for=waits or None)
         self._last = event
         return event

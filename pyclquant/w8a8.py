@@ -490,32 +490,38 @@ def proj(
     All arguments as of `act_quant`, `act_quant_silu` and `gemv`; force names a variant of the GEMV.
     Raises ShapeError, DTypeError, ContextError before anything is enqueued, UnsupportedDeviceError and BuildError.
     """
-    key, arrays = repeated_key(dev, x, w, dtype, up, out, scratch, eps, force)
+    call = Call(dev, x, w, dtype, up, out, scratch, eps, force)
+    key, arrays = repeated_key(call)
     repeated = w.repeated.get(key) if key else None
     if repeated is not None and repeated.scratch() is scratch:
         return repeated.enqueue(dev, arrays, wait_for)
-    launches, inputs, c = projection(dev, x, w, dtype, up, out, scratch, eps, force)
+    launches, inputs, c = projection(call)
     run(dev, launches, [*inputs, *flat(w)], [c, *([scratch.codes, scratch.scales] if scratch else [])], wait_for)
     if key and scratch:
         w.remember(key, Repeated(dev, launches, arrays, w, scratch) if key in w.repeated else None)
     return c
 
 
-def repeated_key(
-    dev: Device,
-    x: AnyArray,
-    w: Weight,
-    dtype: str,
-    up: AnyArray | None,
-    out: cla.Array | None,
-    scratch: Scratch | None,
-    eps: float,
-    force: str | None,
-) -> tuple[tuple[object, ...] | None, list[cla.Array]]:
+class Call(NamedTuple):
+    """The arguments of `proj`, as they were given."""
+
+    dev: Device
+    x: AnyArray
+    w: Weight
+    dtype: str
+    up: AnyArray | None
+    out: cla.Array | None
+    scratch: Scratch | None
+    eps: float
+    force: str | None
+
+
+def repeated_key(call: Call) -> tuple[tuple[object, ...] | None, list[cla.Array]]:
     """What calls of `proj` have in common whose launches differ in the buffers of some arrays alone, and these: out, x, up.
 
     None for a call that needs new memory, copies, or events between its launches, or whose arrays share a buffer.
     """
+    dev, x, w, dtype, up, out, scratch, eps, force = call
     known = isinstance(w, Weight) and isinstance(scratch, Scratch) and dev.programs.in_order
     if not (known and isinstance(dtype, str) and isinstance(eps, float) and isinstance(force, str | None)):
         return None, []
@@ -541,9 +547,7 @@ class Repeated:
         """arrays: whose buffers differ from call to call."""
         self.scratch = weakref.ref(scratch)
         self._kept = [scratch.codes, scratch.scales, *flat(w)]
-        self._bound: list[
-            tuple[Bound, list[tuple[int, int]]]
-        ] = []  # each with the arguments that differ: its number, the array's
+        self._bound: list[tuple[Bound, list[tuple[int, int]]]] = []  # each with the arguments that differ: number, array
         buffers = [a.base_data for a in arrays]
         for launch in launches:
             places = [buffers.index(a) if isinstance(a, cl.Buffer) and a in buffers else None for a in launch.arguments]
@@ -565,18 +569,9 @@ class Repeated:
         return arrays[0]
 
 
-def projection(
-    dev: Device,
-    x: AnyArray,
-    w: Weight,
-    dtype: str,
-    up: AnyArray | None,
-    out: cla.Array | None,
-    scratch: Scratch | None,
-    eps: float,
-    force: str | None,
-) -> tuple[list[Launch], list[cla.Array], cla.Array]:
+def projection(call: Call) -> tuple[list[Launch], list[cla.Array], cla.Array]:
     """The launches of `proj`, its inputs on the device and its output, all checked."""
+    dev, x, w, dtype, up, out, scratch, eps, force = call
     check_weight(dev, w)
     rows, _ = check_activations(dev, x, "x", k=w.k) if up is None else check_gate(dev, x, up, w.k)
     check_scratch(dev, scratch)
@@ -629,7 +624,7 @@ def prepare(
     for a, name in ((x, "x"), (up, "up")):
         if a is not None and not isinstance(a, cla.Array):
             raise DTypeError(f"{name}: expected a pyopencl.array.Array, got {type(a).__name__}")
-    launches, inputs, c = projection(dev, x, w, dtype, up, out, scratch, eps, force)
+    launches, inputs, c = projection(Call(dev, x, w, dtype, up, out, scratch, eps, force))
     for a in (*inputs, *flat(w), c):
         for event in a.events:
             event.wait()

@@ -6,7 +6,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from pyclquant import Device, NoDeviceError, files, tuned
+from pyclquant import Device, NoDeviceError, bench, bench_peers, files, floor, tuned
 from pyclquant.device import capabilities, discover
 from pyclquant.variants import ACT, GEMV, KV, Blocks, Product, cannot, refusals
 
@@ -95,3 +95,12 @@ def projections():
     """Rows of the projections of one layer of a real model: name -> bfloat16 [rows, K], K 512 or 1408."""
     sample = files.open_tensors(Path(__file__).parent / "data" / "w8a8_sample.safetensors")
     return {name.rsplit(".", 1)[1]: w for name, w in sample}
+
+
+@pytest.fixture
+def quick_bench(monkeypatch):
+    """The bench takes every time once, searches no floor for long and finds no torch."""
+    monkeypatch.setattr(floor, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(floor, "STEPS", 4)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)

@@ -37,11 +37,7 @@ def timed():
     return Device.pick(profiling=True)
 
 
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch):
-    monkeypatch.setattr(floor, "SEARCH_SECONDS", 0.0)
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)  # no torch
+pytestmark = pytest.mark.usefixtures("quick_bench")
 
 
 def jobs(spec, *ops):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyclquant import Device, bench, bench_peers, floor, reference
+from pyclquant import Device, reference
 from pyclquant.capabilities import Capabilities
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "bench_report.py"
@@ -22,12 +22,7 @@ def tool():
     return module
 
 
-@pytest.fixture(autouse=True)
-def hurry(monkeypatch):
-    monkeypatch.setattr(floor, "SEARCH_SECONDS", 0.0)
-    monkeypatch.setattr(floor, "STEPS", 4)
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)  # no torch
+pytestmark = pytest.mark.usefixtures("quick_bench")
 
 
 @pytest.fixture

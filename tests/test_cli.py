@@ -14,7 +14,7 @@ import pyopencl as cl
 import pytest
 import safetensors.numpy
 
-from pyclquant import bench, bench_peers, cli, device, evaluate, files, floor, icd, plot, reference, selftest, variants
+from pyclquant import bench, cli, device, evaluate, files, icd, plot, reference, selftest, variants
 from pyclquant.capabilities import Capabilities
 from pyclquant.errors import NoDeviceError
 from pyclquant.formats import FLOAT_DTYPES, FORMATS
@@ -26,11 +26,8 @@ SAMPLE = Path(__file__).parent / "data" / "kv_sample.safetensors"
 
 
 @pytest.fixture(autouse=True)
-def hurry(monkeypatch):
+def hurry(quick_bench, monkeypatch):
     monkeypatch.setattr(evaluate, "SECONDS", 0.0)
-    monkeypatch.setattr(floor, "SEARCH_SECONDS", 0.0)
-    monkeypatch.setattr(bench, "ROUNDS", 1)
-    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)  # no torch
     monkeypatch.setenv("COLUMNS", "100")
 
 

@@ -21,7 +21,7 @@ from pyclquant.capabilities import Verdict
 from pyclquant.formats import FLOAT_DTYPES, FORMATS
 from pyclquant.selftest import Projection, check_gemv, check_quantizers, guard_intact, guarded, matrix, sample
 from pyclquant.testing import cosine, mismatch, product_mismatch, relative_rms
-from pyclquant.variants import never
+from pyclquant.variants import GEMV, Plan, Product, cannot, never
 from pyclquant.w8a8 import Activations, Scratch, Segment, Weight
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
@@ -638,6 +638,48 @@ def test_prepare_wants_arrays_on_the_device(dev):
         w8a8.prepare(dev, x, w)
     with pytest.raises(pq.DTypeError, match=r"up: expected a pyopencl.array.Array, got ndarray"):
         w8a8.prepare(dev, put(dev, x), w, up=x)
+
+
+# ---- partial sums of several work-groups ----
+
+
+@pytest.mark.parametrize(("splits", "n"), [(1, 1000), (4, 1), (4, 256), (4, 1000)])
+def test_launches_cover_the_columns_and_their_partial_sums_have_room(dev, splits, n, monkeypatch):
+    tile_m, tile_n = 32, 64
+    monkeypatch.setattr(w8a8, "PARTIAL_BYTES", 4 * splits * tile_m * 256)  # of 256 columns
+    plan = Plan("mma", 1, 64, 64, tile_n, {"TILE_M": tile_m, "WARPS_K": 4 // splits})
+    launches = list(w8a8.split_launches(dev, plan, {}, [], [], n))
+    ends = [int(launch.arguments[-1]) for launch in launches]
+    assert [int(launch.arguments[-2]) for launch in launches] == [0, *ends[:-1]]
+    assert ends[-1] == n
+    assert len(launches) == (1 if splits == 1 else -(-n // 256))
+    assert all(end % 128 == 0 for end in ends[:-1])
+    for begin, end, launch in zip([0, *ends], ends, launches, strict=False):
+        tiles = -(-(end - begin) // tile_n)
+        assert plan.global_size(launch.blocks) == tiles * splits * plan.wg
+        partials, arrivals = launch.arguments[:2]
+        if splits == 1:
+            assert partials is arrivals is None
+            continue
+        assert partials.size >= 4 * tiles * splits * tile_n * tile_m
+        counters = np.full(arrivals.size // 4, 1, np.uint32)
+        cl.enqueue_copy(dev.queue, counters, arrivals)
+        assert counters.size >= tiles
+        assert not counters.any()
+
+
+@layouts
+def test_several_launches_give_the_bits_of_one(dev, layout, monkeypatch):
+    if reason := cannot(next(v for v in GEMV if v.name == "mma"), dev.capabilities, Product(40, 700, 1152, layout)):
+        pytest.skip(reason)
+    w = Weight(dev, random_product(1, (384, 316), 1152, layout).segments)
+    for rows in (40, 100):
+        acts = w8a8.act_quant(dev, sample((rows, 1152), "bfloat16", rows), layout)
+        whole = w8a8.gemv(dev, acts, w, force="mma").get()
+        with monkeypatch.context() as changed:
+            changed.setattr(w8a8, "PARTIAL_BYTES", 1 << 18)
+            assert len(w8a8.gemv_launches(dev, acts, w, w8a8.output(dev, rows, w, "bfloat16", None), None, "mma")) > 1
+            assert mismatch(w8a8.gemv(dev, acts, w, force="mma").get(), whole) is None
 
 
 # ---- queues, events, threads ----
