@@ -151,6 +151,22 @@ def test_rows_that_are_not_plain_among_others(dev, format):
     check(dev, Case(rows_of_pairs(), format, "per_group", 64, out_dtype="bfloat16"), "row")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+def test_many_rows_of_all_magnitudes(dev, variant, format, dtype):
+    """More rows than a work-item takes at once, each of another magnitude, the last ones too."""
+    x = sample((2011, 128), "bfloat16", 12).astype(np.float64)
+    x *= np.ldexp(1.0, np.random.default_rng(12).permutation(2011) % 241 - 120)[:, None]
+    with np.errstate(over="ignore"):
+        x = x.astype(dtype)
+    check(dev, Case(x, format, "per_head", out_dtype=dtype), variant)
+    codes = reference.quantize(sample(x.shape, "float32", 13), format)[0]
+    scales = np.ldexp(1.3, np.arange(2011) % 241 - 120).astype(np.float32)
+    q = pq.Quantized(format, "per_head", None, x.shape, codes, scales)
+    got = kv.dequantize(dev, q, dtype, force=variant).get()
+    assert mismatch(got, reference.dequantize(codes, scales, None, FORMATS[format], x.shape, dtype=dtype)) is None
+
+
 @pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
 def test_outputs_past_the_caches(dev, format, monkeypatch):
     """Large outputs are stored in another way, unless a slice begins in the middle of a cache line."""

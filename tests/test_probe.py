@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyopencl as cl
 import pytest
+from conftest import TABLES
 
 from pyclquant import BuildError, icd, probe, program, quirks
 from pyclquant.capabilities import Verdict
@@ -124,6 +125,15 @@ def test_the_report_of_a_device_has_the_keys_of_the_collected_ones(dev):
         assert set(reported) <= set(known)
         assert set(reported["extra"]) - {"compute_capability"} <= set(known["extra"])  # no dump shows it
     json.dumps(reported)
+
+
+@pytest.mark.oclgrind
+def test_what_can_run_gives_the_known_answers(dev):
+    """A variant that the probe refuses for its bits alone is skipped by every other test: a wrong kernel fails here."""
+    for table, shape in TABLES.values():
+        for row in table:
+            if row.unsupported(dev.capabilities, shape) is None:
+                assert dev.capabilities.missing(row.answer) is None
 
 
 # ---- children that die ----
