@@ -181,10 +181,11 @@ static float4 nv_mma_half(uint4 w, uint2 x, float4 sum)
 }
 
 /* Copies of 16 bytes to local memory: started by nv_copy_16, gathered in groups by nv_copy_commit; nv_copy_wait(n) returns
-   when at most n groups of this work-item are on their way. */
+   when at most n groups of this work-item are on their way.  Whole lines of 128 bytes are asked of memory: H200, 16 rows of
+   activations, 5120 x 17408: 29.2 us instead of 30.1. */
 static void nv_copy_16(__local uchar *to, __global const uchar *from)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"((uint)(size_t)to), "l"(from));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" : : "r"((uint)(size_t)to), "l"(from));
 }
 
 static void nv_copy_commit(void) { asm volatile("cp.async.commit_group;" : : : "memory"); }
