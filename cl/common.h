@@ -338,7 +338,11 @@ static vfloat reciprocal(vfloat v)
     return 1.0f / v;
 #elif DIVIDE == DIVIDE_FMA
     /* Two Newton steps from the driver's 2.5 ulp; the last one rounds correctly (Markstein 1990). */
+#if CONVERT_NV && VEC >= 2
+    vfloat y = CAT(nv_reciprocal_, VEC)(v);
+#else
     vfloat y = 1.0f / v;
+#endif
     y = fma(fma(-v, y, (vfloat)(1.0f)), y, y);
     return fma(fma(-v, y, (vfloat)(1.0f)), y, y);
 #else

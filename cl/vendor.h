@@ -9,6 +9,7 @@ Macros
     CONVERT_NV  1: NVIDIA PTX conversions (sm_89 and later), for N = 2, 4, 8, 16:
                 nv_float_to_{e4m3,e5m2,bfloat16,half}_N, to nearest even, NaN to NaN; FP8 saturates
                 nv_{e4m3,e5m2,half}_to_float_N, exact
+                nv_reciprocal_N, within 1 ulp; nv_multiply_flushed_N, subnormals as zeros
                 nv_{max,min}_{bfloat16,half}_N for N = 2, 4, 8 words of two elements; NaN wins
     MMA_NV      1: NVIDIA PTX matrix multiply of half, and its conversion from e4m3 (sm_89 and later):
                 nv_e4m3_to_half_pairs(codes)
@@ -107,6 +108,24 @@ static float2 nv_e5m2_to_float_2(uchar2 codes)
     return nv_half_to_float_2(as_ushort2(r));
 }
 
+/* Products of which a subnormal factor, or one that is subnormal, is a zero of its sign. */
+static float2 nv_multiply_flushed_2(float2 a, float2 b)
+{
+    float2 v;
+    asm("mul.ftz.f32 %0, %1, %2;" : "=f"(v.x) : "f"(a.x), "f"(b.x));
+    asm("mul.ftz.f32 %0, %1, %2;" : "=f"(v.y) : "f"(a.y), "f"(b.y));
+    return v;
+}
+
+/* 1 / v within 1 ulp, for |v| from 2^-126 to 2^126. */
+static float2 nv_reciprocal_2(float2 v)
+{
+    float2 y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y.x) : "f"(v.x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y.y) : "f"(v.y));
+    return y;
+}
+
 /* Larger and smaller of two pairs; NaN wins. */
 static uint nv_max_bfloat16_pair(uint a, uint b)
 {
@@ -157,6 +176,19 @@ NV_WIDEN(nv_float_to_half, float, ushort)
 NV_WIDEN(nv_half_to_float, ushort, float)
 NV_WIDEN(nv_e4m3_to_float, uchar, float)
 NV_WIDEN(nv_e5m2_to_float, uchar, float)
+NV_WIDEN(nv_reciprocal, float, float)
+static float4 nv_multiply_flushed_4(float4 a, float4 b)
+{
+    return (float4)(nv_multiply_flushed_2(a.lo, b.lo), nv_multiply_flushed_2(a.hi, b.hi));
+}
+static float8 nv_multiply_flushed_8(float8 a, float8 b)
+{
+    return (float8)(nv_multiply_flushed_4(a.lo, b.lo), nv_multiply_flushed_4(a.hi, b.hi));
+}
+static float16 nv_multiply_flushed_16(float16 a, float16 b)
+{
+    return (float16)(nv_multiply_flushed_8(a.lo, b.lo), nv_multiply_flushed_8(a.hi, b.hi));
+}
 #endif
 
 #if MMA_NV

@@ -236,6 +236,31 @@ def test_worked_examples_of_silu():
     np.testing.assert_array_equal(np.signbit(h[0])[[0, 1, 4, 9]], [False, True, True, True])
 
 
+def rounds_up_to_the_smallest_normal(factors, dtype):
+    """Of products of float32 factors with normal numbers of a 16-bit type: how many are below 2^-126 and round to it."""
+    info = ml_dtypes.finfo(dtype)
+    a = np.abs(factors[factors != 0]).astype(np.float64)
+    count = 0
+    for significand in np.arange(1, 2, float(info.eps)):
+        fraction, exponent = np.frexp(a * significand)  # exact: at most 35 bits
+        other = significand * np.exp2(-126.0 - exponent)  # times a: fraction * 2^-126
+        there = (other >= float(info.smallest_normal)) & (other <= float(info.max))
+        count += np.count_nonzero(there & (fraction < 1) & (np.ldexp(fraction, -126).astype(F32) == ref.SMALLEST_NORMAL))
+    return count
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_nothing_rounds_up_to_the_smallest_normal(dtype):
+    """In SiLU of 16-bit types: so it does not matter whether a device flushes a product before or after rounding it."""
+    g = np.arange(65536, dtype=np.uint16).view(dtype).astype(F32)
+    g = g[np.isfinite(g)]
+    sigmoid = ref.sigmoid(g)
+    exact = np.abs(g.astype(np.float64) * sigmoid)
+    assert not ((exact < ref.SMALLEST_NORMAL) & (exact.astype(F32) >= ref.SMALLEST_NORMAL)).any()
+    assert rounds_up_to_the_smallest_normal(g * sigmoid, dtype) == 0
+    assert rounds_up_to_the_smallest_normal(np.array([1 - 2.0**-24], F32), dtype) == (dtype is ml_dtypes.bfloat16)
+
+
 def test_silu_is_that_of_float64():
     rng = np.random.default_rng(4)
     gate, up = (rng.normal(0, 4, (64, 64)).astype(ml_dtypes.bfloat16) for _ in range(2))
