@@ -28,6 +28,7 @@
    CHUNKS  n: block == LANES * VEC * n and blocks_per_row == 1, each lane keeps its n vectors in registers;
            0 (default): any block
    PAIRS STREAM  see common.h; taken for BF16, F32 scales and one scale a block
+   X86_BF16  see vendor.h; taken with PAIRS, VEC 16 and FP8, and worth it where a work-item takes hundreds of blocks
    X_TYPE WG VEC LANES ALIGNED DIVIDE HALF SHUFFLE SUBGROUP_SIZE CONVERT_NV  see common.h, vendor.h
 
 5. Needs
@@ -338,16 +339,6 @@ static void emit(work_t w, __global uchar *codes, __global scale_t *scales, __gl
 #define ROWS_OF_PAIRS (WALKS_PAIRS && SCALE_TYPE == F32 && !PER_TENSOR)
 
 #if ROWS_OF_PAIRS
-/* Bits of the largest magnitude of a block. */
-static x_t block_amax(__global const x_t *from)
-{
-    extremes_t e = { (vx)(0), (vx)(0) };
-#pragma unroll
-    for (uint k = 0; k < PAIRS * VEC; k += VEC)
-        e = extend(e, load_x(from + k, VEC), false);
-    return (x_t)hmax(e.hi);
-}
-
 /* Writes the codes of a plain block, 4 * VEC at a time. */
 static void encode_block(__global const x_t *from, __global uchar *to, pair_divisor_t d)
 {
@@ -359,6 +350,121 @@ static void encode_block(__global const x_t *from, __global uchar *to, pair_divi
         const moved_t e = as_moved(encode_pairs(load_x(from + k + 3 * VEC, VEC), d));
         store_pairs(to + k, ((vuint)(a, b, c, e)), vuint);
     }
+}
+
+#define LOOKS_UP (X86_BF16 && VEC == 16 && FORMAT != INT8)
+
+#if LOOKS_UP
+/* A normal code depends on the significands of x and of amax, 7 bits each, but for its exponent, to which x's adds and from which
+   that of amax takes away.  A table has a row of 128 bytes for each significand of amax, filled when that is first met, and a byte in
+   it for each one of x.  No scale is needed: blocks are loaded once, and scales are found for VEC of them at once. */
+typedef struct { uint16 lower, upper; } looked_up_t;
+typedef struct __attribute__((packed)) { vfloat v; } packed_vfloat_t;
+
+/* Exponents are added in the code's own place: there the low byte of the bits of a bfloat16, moved so far, has the low bits of its
+   exponent, and below them bits of its significand, which the table takes away again. */
+#define EXPONENT_SHIFT (7 - MBITS)
+
+/* Blocks are looked up whose smallest magnitude is this near to the largest one, in bits: all their codes are normal. */
+#define NEAR ((FORMAT == FP8_E4M3FN ? 14 : 29) << 7)
+
+static pair_divisor_t pair_divisor(float scale)
+{
+    const float inverse = PAIR_FACTOR / scale;
+    const pair_divisor_t d = { inverse, fma(-scale, inverse, PAIR_FACTOR) * (inverse * (1.0f / PAIR_FACTOR)),
+                               (ushort)(((as_uint(scale) + 0xffffu) >> 16) - (PAIR_EXPONENT << 7)) };
+    return d;
+}
+
+/* Encodes a block by division, and fills the row of its amax.  Not inlined, being rare: so the loop over blocks keeps its constants
+   in registers. */
+static __attribute__((noinline)) void learn_block(__global const x_t *from, __global uchar *to, float scale, uint amax, looked_up_t *row)
+{
+    const pair_divisor_t d = pair_divisor(scale);
+    encode_block(from, to, d);
+    const uint below = (amax & 0x7f80) - 0x80; /* half of amax's exponent: these quotients are normal and finite */
+    for (uint k = 0; k < 128; k += 16) {
+        const vx x = (vx)((ushort)(below + k)) + (vx)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const uchar16 code = encode_pairs(x, d) - convert_uchar16((x - (vx)((ushort)(amax & 0x7f80))) >> (ushort)EXPONENT_SHIFT);
+        for (uint i = 0; i < 16; i++)
+            ((uchar *)row)[k + i] = ((const uchar *)&code)[i];
+    }
+}
+
+/* Quantizes blocks first..end.  A block that is not plain, or whose scale is eps, is left to the others' functions. */
+static void quantize_rows(__global const x_t *x, __global uchar *codes, __global scale_t *scales, size_t first, size_t end,
+                          ulong dim, float eps, __local TEAM_T *scratch)
+{
+    const uint block = PAIRS * VEC;
+    looked_up_t table[128];
+    uint4 known = (uint4)(0u); /* which of its rows are filled, a bit each */
+    for (size_t b = first; b < end; b += VEC) {
+        const uint count = (uint)min((size_t)VEC, end - b);
+        vx amax = (vx)(0);
+        uint rare = 0; /* which of these blocks are, a bit each */
+        for (uint i = 0; i < count; i++) {
+            __global const x_t *from = x + (b + i) * block;
+            __global uchar *to = codes + (b + i) * block;
+            uint16 held[PAIRS / 2];
+            x86_shorts_t hi = (x86_shorts_t)(0), lo = (x86_shorts_t)(0xffff);
+#pragma unroll
+            for (uint k = 0; k < PAIRS / 2; k++) {
+                held[k] = ((__global const packed_vuint *)(from + 2 * k * VEC))->v;
+                const x86_shorts_t m = __builtin_astype(held[k] & 0x7fff7fffu, x86_shorts_t);
+                hi = __builtin_elementwise_max(hi, m);
+                lo = __builtin_elementwise_min(lo, m);
+            }
+            const ushort16 h = max(hi.lo, hi.hi), l = ~min(lo.lo, lo.hi);
+            const ushort16 both = (ushort16)(max(h.lo, h.hi), max(l.lo, l.hi));
+            const ushort8 b8 = max(both.even, both.odd);
+            const ushort4 b4 = max(b8.even, b8.odd);
+            const ushort2 extremes = max(b4.even, b4.odd);
+            const uint top = extremes.x, bottom = (ushort)~extremes.y;
+            const uint row = top & 0x7f;
+            ((x_t *)&amax)[i] = (x_t)top;
+            if (top - bottom > NEAR || !(((const uint *)&known)[row / 32] >> row % 32 & 1u)) {
+                rare |= 1u << i;
+                continue;
+            } /* a block that turns out not to be plain is overwritten */
+            const x86_bytes_t base = (x86_bytes_t)((uchar)((top & 0x7f80) >> EXPONENT_SHIFT));
+            const uint16 lower = table[row].lower, upper = table[row].upper;
+#pragma unroll
+            for (uint k = 0; k < PAIRS / 2; k += 2) {
+                const uint16 exponents = x86_every_other_byte(held[k] >> EXPONENT_SHIFT, held[k + 1] >> EXPONENT_SHIFT, 0);
+                const uint16 significands = x86_look_up(lower, x86_every_other_byte(held[k], held[k + 1], 0), upper);
+                const uint16 code = as_uint16(as_x86_bytes(exponents) - base + as_x86_bytes(significands));
+                store_pairs(to + 2 * k * VEC, bitselect(code, x86_every_other_byte(held[k], held[k + 1], 1), (uint16)(0x80808080u)), vuint);
+            }
+        }
+        const vfloat scale = divide_any(widen(amax), divisor(LARGEST));
+        const vint plain = scale > (vfloat)(max(eps, 0x1p-60f)) && scale < (vfloat)(0x1p60f);
+        if (rare != 0 || any(!plain)) { /* or fewer than VEC: the others have no scale */
+            for (uint i = 0; i < count; i++) {
+                const uint top = ((const x_t *)&amax)[i], row = top & 0x7f;
+                if (!((const int *)&plain)[i]) {
+                    emit(prepare(b + i, x, 0, end, dim, block, 1, eps, 0, scratch), codes, scales, 0, 0);
+                    continue;
+                }
+                scales[b + i] = ((const float *)&scale)[i];
+                if (rare >> i & 1u) {
+                    learn_block(x + (b + i) * block, codes + (b + i) * block, ((const float *)&scale)[i], top, table + row);
+                    ((uint *)&known)[row / 32] |= 1u << row % 32;
+                }
+            }
+        } else {
+            ((__global packed_vfloat_t *)(scales + b))->v = scale;
+        }
+    }
+}
+#else
+/* Bits of the largest magnitude of a block. */
+static x_t block_amax(__global const x_t *from)
+{
+    extremes_t e = { (vx)(0), (vx)(0) };
+#pragma unroll
+    for (uint k = 0; k < PAIRS * VEC; k += VEC)
+        e = extend(e, load_x(from + k, VEC), false);
+    return (x_t)hmax(e.hi);
 }
 
 /* Quantizes blocks first..end.  The scales of VEC blocks are one vector: their divisions cost as much as those of one.
@@ -392,6 +498,7 @@ static void quantize_rows(__global const x_t *x, __global uchar *codes, __global
         }
     }
 }
+#endif
 #endif
 
 #if PER_TENSOR

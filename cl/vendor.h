@@ -19,6 +19,8 @@ Macros
     X86_BF16    0 none | 1 inline assembly | 2 LLVM's built-in functions; of x86 with AVX512_VBMI and AVX512_BF16:
                 x86_e4m3_to_bfloat16(codes, part): 32 of 64 codes
                 x86_dot_bfloat16(a, b, sum): the products of 32 pairs added to 16 sums, two to each
+                x86_look_up(lower, indices, upper): bytes of a table of 128
+                x86_every_other_byte(a, b, odd): the even or odd bytes of both
                 x86_prefetch(p): the 64 bytes at p, into the cache of the second level
 */
 #ifndef CONVERT_NV
@@ -236,6 +238,7 @@ static void nv_fence(void) { asm volatile("fence.acq_rel.gpu;" : : : "memory"); 
 
 #if X86_BF16
 typedef uchar x86_bytes_t __attribute__((ext_vector_type(64)));
+typedef ushort x86_shorts_t __attribute__((ext_vector_type(32)));
 #define as_x86_bytes(v) __builtin_astype(v, x86_bytes_t)
 
 /* For each byte of the indices, the byte of a table of 128, given in halves, that its low seven bits choose. */
@@ -252,6 +255,13 @@ static uint16 x86_look_up(uint16 lower, uint16 indices, uint16 upper)
     return as_uint16(x86_permute(as_x86_bytes(lower), as_x86_bytes(indices), as_x86_bytes(upper)));
 }
 #endif
+
+/* The even (odd 0) or odd (odd 1) bytes of a, then those of b. */
+static uint16 x86_every_other_byte(uint16 a, uint16 b, uint odd)
+{
+    const uint16 fours = (uint16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return x86_look_up(a, fours * 0x08080808u + (0x06040200u + odd * 0x01010101u), b);
+}
 
 /* The bytes of the bfloat16 of the codes 0 to 63 and 64 to 127.  Eight codes with one exponent follow each other; of the
    low bytes only those of the subnormal codes, 0 to 7, and of NaN, 127, do not repeat. */

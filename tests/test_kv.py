@@ -115,16 +115,26 @@ def test_reciprocals_of_all_mantissas(dev):
     assert mismatch(y.get(), np.float32(1) / bits.view(np.float32)) is None
 
 
+@pytest.fixture(params=[False, True], ids=["in_the_caches", "past_the_caches"])
+def sized(dev, request, monkeypatch):
+    """The device, which takes tensors for what they are or for larger ones than its caches."""
+    if request.param:
+        monkeypatch.setattr(variants_module, "CACHED_BYTES", 0)
+    return Device(dev.queue, dev.capabilities)  # which remembers no plan
+
+
 @pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
-def test_every_quotient_of_two_bfloat16_significands(dev, format):
-    """The division of rows of pairs rests on these: the largest element of each block has each of the 128 significands, and the
-    others have all of them, at every exponent down to codes of 0."""
+def test_every_quotient_of_two_bfloat16_significands(sized, format):
+    """The division of rows of pairs rests on these, and so do codes that are looked up: the largest element of each block has
+    each of the 128 significands, and the others have all of them, at every exponent down to codes of 0."""
     significands = (np.arange(128, dtype=np.uint16) | np.uint16(0x3F80)).view(bfloat16).astype(np.float32)
     smaller = np.ldexp(significands[None, :], -np.arange(34 if format == "fp8_e5m2" else 21)[:, None]).ravel()
     rows = np.resize(smaller, (-(-smaller.size // 127), 127))
     x = np.stack([np.column_stack([np.full(len(rows), top, np.float32), np.minimum(rows, top)]) for top in significands])
     x[:, 1::2, 1:] *= -1
-    check(dev, Case(x.astype(bfloat16), format, "per_head"), None)
+    check(sized, Case(x.astype(bfloat16), format, "per_head"), None)
+    x *= np.ldexp(1.0, np.arange(len(rows)) % 7 - 3)[:, None]  # rows of one significand, and of several exponents
+    check(sized, Case(x.astype(bfloat16), format, "per_head"), None)
 
 
 def rows_of_pairs():
@@ -168,16 +178,17 @@ def test_many_rows_of_all_magnitudes(dev, variant, format, dtype):
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
-def test_outputs_past_the_caches(dev, format, monkeypatch):
+def test_outputs_of_all_sizes(sized, format):
     """Large outputs are stored in another way, unless a slice begins in the middle of a cache line."""
-    monkeypatch.setattr(variants_module, "CACHED_BYTES", 0)
-    fresh = Device(dev.queue, dev.capabilities)  # which remembers no plan
-    x = rows_of_pairs()
-    check(fresh, Case(x, format, "per_head", out_dtype="bfloat16"), "row")
+    dev, x = sized, rows_of_pairs()
+    check(dev, Case(x, format, "per_head", out_dtype="bfloat16"), "row")
+    check(
+        dev, Case(np.tile(x, (64, 1)), format, "per_head", out_dtype="bfloat16"), "row"
+    )  # each row is met again by its work-item
     codes, scales, _ = reference.quantize(x, format)
     store = cla.zeros(dev.queue, 32 + x.size, np.uint8).view(codes.dtype)
     out = pq.Quantized(format, "per_head", None, x.shape, store[32:].reshape(x.shape), cla.empty(dev.queue, len(x), np.float32))
-    kv.quantize(fresh, x, format, out=out, force="row")
+    kv.quantize(dev, x, format, out=out, force="row")
     assert mismatch(out.codes.get(), codes) is None
     assert mismatch(out.scales.get(), scales) is None
 
