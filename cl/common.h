@@ -337,7 +337,7 @@ static vfloat reciprocal(vfloat v)
 #if DIVIDE == DIVIDE_NATIVE
     return 1.0f / v;
 #elif DIVIDE == DIVIDE_FMA
-    /* Two Newton steps from the driver's 2.5 ulp; the last one rounds correctly (Markstein 1990). */
+    /* Two Newton steps from the driver's 2.5 ulp or less; the last one rounds correctly (Markstein 1990). */
 #if CONVERT_NV && VEC >= 2
     vfloat y = CAT(nv_reciprocal_, VEC)(v);
 #else

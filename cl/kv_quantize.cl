@@ -28,7 +28,8 @@
    CHUNKS  n: block == LANES * VEC * n and blocks_per_row == 1, each lane keeps its n vectors in registers;
            0 (default): any block
    PAIRS STREAM  see common.h; taken for BF16, F32 scales and one scale a block
-   X86_BF16  see vendor.h; taken with PAIRS: FP8 codes are looked up (VEC 16), worth it where a work-item takes hundreds of blocks;
+   X86_BF16  see vendor.h; taken with PAIRS: FP8 codes are looked up (VEC 16), worth it where a work-item takes hundreds of blocks,
+             by a table of 16 kB of private memory;
              INT8 elements are prefetched
    X_TYPE WG VEC LANES ALIGNED DIVIDE HALF SHUFFLE SUBGROUP_SIZE CONVERT_NV  see common.h, vendor.h
 
@@ -353,6 +354,36 @@ static void encode_block(__global const x_t *from, __global uchar *to, pair_divi
     }
 }
 
+/* Scales of VEC blocks, as one vector: their divisions cost as much as those of one.  One that is not plain is 1. */
+typedef struct { vfloat scale; vint plain; } scales_t;
+
+static scales_t block_scales(vx amax, float eps)
+{
+    scales_t s;
+    const vfloat quotient = divide_any(widen(amax), divisor(LARGEST));
+    s.plain = quotient > (vfloat)(max(eps, 0x1p-60f)) && quotient < (vfloat)(0x1p60f);
+    s.scale = s.plain ? quotient : (vfloat)(1.0f);
+    return s;
+}
+
+typedef struct { vfloat inverse, rest; vuint shift; } pair_divisors_t;
+
+static pair_divisors_t pair_divisors(vfloat scale)
+{
+    pair_divisors_t d;
+    d.inverse = PAIR_FACTOR / scale;
+    d.rest = fma(-scale, d.inverse, (vfloat)(PAIR_FACTOR)) * (d.inverse * (1.0f / PAIR_FACTOR));
+    d.shift = ((as_v(uint)(scale) + 0xffffu) >> 16) - (PAIR_EXPONENT << 7);
+    return d;
+}
+
+static pair_divisor_t pair_divisor(const pair_divisors_t *d, uint i)
+{
+    const pair_divisor_t one = { ((const float *)&d->inverse)[i], ((const float *)&d->rest)[i],
+                                 (ushort)((const uint *)&d->shift)[i] };
+    return one;
+}
+
 #define LOOKS_UP (X86_BF16 && VEC == 16 && FORMAT != INT8)
 
 #if LOOKS_UP
@@ -369,21 +400,16 @@ typedef struct __attribute__((packed)) { vfloat v; } packed_vfloat_t;
 /* Blocks are looked up whose smallest magnitude is this near to the largest one, in bits: all their codes are normal. */
 #define NEAR ((FORMAT == FP8_E4M3FN ? 14 : 29) << 7)
 
-static pair_divisor_t pair_divisor(float scale)
+/* What is rare is not inlined, so that the loop over blocks keeps its constants in registers. */
+static __attribute__((noinline)) void divide_block(__global const x_t *from, __global uchar *to, pair_divisor_t d)
 {
-    const float inverse = PAIR_FACTOR / scale;
-    const pair_divisor_t d = { inverse, fma(-scale, inverse, PAIR_FACTOR) * (inverse * (1.0f / PAIR_FACTOR)),
-                               (ushort)(((as_uint(scale) + 0xffffu) >> 16) - (PAIR_EXPONENT << 7)) };
-    return d;
+    encode_block(from, to, d);
 }
 
-/* Encodes a block by division, and fills the row of its amax.  Not inlined, being rare: so the loop over blocks keeps its constants
-   in registers. */
-static __attribute__((noinline)) void learn_block(__global const x_t *from, __global uchar *to, float scale, uint amax, looked_up_t *row)
+/* The row of the table for an amax, whose divisor is d. */
+static __attribute__((noinline)) void fill_row(looked_up_t *row, ushort amax, pair_divisor_t d)
 {
-    const pair_divisor_t d = pair_divisor(scale);
-    encode_block(from, to, d);
-    const uint below = (amax & 0x7f80) - 0x80; /* half of amax's exponent: these quotients are normal and finite */
+    const ushort below = (ushort)((amax & 0x7f80) - 0x80); /* half of amax's exponent: these quotients are normal and finite */
     for (uint k = 0; k < 128; k += 16) {
         const vx x = (vx)((ushort)(below + k)) + (vx)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const uchar16 code = encode_pairs(x, d) - convert_uchar16((x - (vx)((ushort)(amax & 0x7f80))) >> (ushort)EXPONENT_SHIFT);
@@ -407,16 +433,15 @@ static void quantize_rows(__global const x_t *x, __global uchar *codes, __global
             __global const x_t *from = x + (b + i) * block;
             __global uchar *to = codes + (b + i) * block;
             uint16 held[PAIRS / 2];
-            x86_shorts_t hi = (x86_shorts_t)(0), lo = (x86_shorts_t)(0xffff);
+            ushort16 hi = (ushort16)(0), lo = (ushort16)(0xffff);
 #pragma unroll
             for (uint k = 0; k < PAIRS / 2; k++) {
                 held[k] = ((__global const packed_vuint *)(from + 2 * k * VEC))->v;
-                const x86_shorts_t m = __builtin_astype(held[k] & 0x7fff7fffu, x86_shorts_t);
-                hi = __builtin_elementwise_max(hi, m);
-                lo = __builtin_elementwise_min(lo, m);
+                const ushort16 m = as_ushort16(held[k].lo & 0x7fff7fffu), n = as_ushort16(held[k].hi & 0x7fff7fffu);
+                hi = max(hi, max(m, n));
+                lo = min(lo, min(m, n));
             }
-            const ushort16 h = max(hi.lo, hi.hi), l = ~min(lo.lo, lo.hi);
-            const ushort16 both = (ushort16)(max(h.lo, h.hi), max(l.lo, l.hi));
+            const ushort16 both = (ushort16)(max(hi.lo, hi.hi), ~min(lo.lo, lo.hi)); /* the rest of both at once */
             const ushort8 b8 = max(both.even, both.odd);
             const ushort4 b4 = max(b8.even, b8.odd);
             const ushort2 extremes = max(b4.even, b4.odd);
@@ -437,23 +462,29 @@ static void quantize_rows(__global const x_t *x, __global uchar *codes, __global
                 store_pairs(to + 2 * k * VEC, bitselect(code, x86_every_other_byte(held[k], held[k + 1], 1), (uint16)(0x80808080u)), vuint);
             }
         }
-        const vfloat scale = divide_any(widen(amax), divisor(LARGEST));
-        const vint plain = scale > (vfloat)(max(eps, 0x1p-60f)) && scale < (vfloat)(0x1p60f);
-        if (rare != 0 || any(!plain)) { /* or fewer than VEC: the others have no scale */
-            for (uint i = 0; i < count; i++) {
-                const uint top = ((const x_t *)&amax)[i], row = top & 0x7f;
-                if (!((const int *)&plain)[i]) {
-                    emit(prepare(b + i, x, 0, end, dim, block, 1, eps, 0, scratch), codes, scales, 0, 0);
-                    continue;
-                }
-                scales[b + i] = ((const float *)&scale)[i];
-                if (rare >> i & 1u) {
-                    learn_block(x + (b + i) * block, codes + (b + i) * block, ((const float *)&scale)[i], top, table + row);
-                    ((uint *)&known)[row / 32] |= 1u << row % 32;
-                }
+        const scales_t found = block_scales(amax, eps);
+        if (rare == 0 && all(found.plain)) {
+            ((__global packed_vfloat_t *)(scales + b))->v = found.scale;
+            continue;
+        }
+        const pair_divisors_t divisors = pair_divisors(found.scale);
+        for (uint i = 0; i < count; i++) {
+            const ushort top = ((const x_t *)&amax)[i];
+            const uint row = top & 0x7f;
+            uint *word = (uint *)&known + row / 32;
+            if (!((const int *)&found.plain)[i]) {
+                emit(prepare(b + i, x, 0, end, dim, block, 1, eps, 0, scratch), codes, scales, 0, 0);
+                continue;
             }
-        } else {
-            ((__global packed_vfloat_t *)(scales + b))->v = scale;
+            scales[b + i] = ((const float *)&found.scale)[i];
+            if (!(rare >> i & 1u))
+                continue;
+            const pair_divisor_t d = pair_divisor(&divisors, i);
+            divide_block(x + (b + i) * block, codes + (b + i) * block, d);
+            if (!(*word >> row % 32 & 1u)) {
+                fill_row(table + row, top, d);
+                *word |= 1u << row % 32;
+            }
         }
     }
 }
@@ -468,9 +499,8 @@ static x_t block_amax(__global const x_t *from)
     return (x_t)hmax(e.hi);
 }
 
-/* Quantizes blocks first..end.  The scales of VEC blocks are one vector: their divisions cost as much as those of one.
-   While a block is encoded, the largest magnitude of the one VEC further on is sought: neither waits for the other.
-   A block that is not plain, or whose scale is eps, is left to the others' functions. */
+/* Quantizes blocks first..end.  While a block is encoded, the largest magnitude of the one VEC further on is sought: neither waits
+   for the other.  A block that is not plain, or whose scale is eps, is left to the others' functions. */
 static void quantize_rows(__global const x_t *x, __global uchar *codes, __global scale_t *scales, size_t first, size_t end,
                           ulong dim, float eps, __local TEAM_T *scratch)
 {
@@ -479,12 +509,8 @@ static void quantize_rows(__global const x_t *x, __global uchar *codes, __global
     for (uint i = 0; i < VEC && first + i < end; i++)
         ((x_t *)&amax)[i] = block_amax(x + (first + i) * block);
     for (size_t b = first; b < end; b += VEC) {
-        const vfloat quotient = divide_any(widen(amax), divisor(LARGEST));
-        const vint plain = quotient > (vfloat)(max(eps, 0x1p-60f)) && quotient < (vfloat)(0x1p60f);
-        const vfloat scale = plain ? quotient : (vfloat)(1.0f);
-        const vfloat inverse = PAIR_FACTOR / scale;
-        const vfloat rest = fma(-scale, inverse, (vfloat)(PAIR_FACTOR)) * (inverse * (1.0f / PAIR_FACTOR));
-        const vuint shift = ((as_v(uint)(scale) + 0xffffu) >> 16) - (PAIR_EXPONENT << 7);
+        const scales_t found = block_scales(amax, eps);
+        const pair_divisors_t divisors = pair_divisors(found.scale);
         for (uint i = 0; i < VEC && b + i < end; i++) {
             const size_t at = (b + i) * block;
             if (b + VEC + i < end)
@@ -494,10 +520,9 @@ static void quantize_rows(__global const x_t *x, __global uchar *codes, __global
             for (uint k = 0; k < block; k += 2 * VEC)
                 x86_prefetch(x + at + 16384 + k);
 #endif
-            if (((const int *)&plain)[i]) {
-                const pair_divisor_t d = { ((const float *)&inverse)[i], ((const float *)&rest)[i], (ushort)((const uint *)&shift)[i] };
-                encode_block(x + at, codes + at, d);
-                scales[b + i] = ((const float *)&scale)[i];
+            if (((const int *)&found.plain)[i]) {
+                encode_block(x + at, codes + at, pair_divisor(&divisors, i));
+                scales[b + i] = ((const float *)&found.scale)[i];
             } else {
                 emit(prepare(b + i, x, 0, end, dim, block, 1, eps, 0, scratch), codes, scales, 0, 0);
             }

@@ -238,7 +238,6 @@ static void nv_fence(void) { asm volatile("fence.acq_rel.gpu;" : : : "memory"); 
 
 #if X86_BF16
 typedef uchar x86_bytes_t __attribute__((ext_vector_type(64)));
-typedef ushort x86_shorts_t __attribute__((ext_vector_type(32)));
 #define as_x86_bytes(v) __builtin_astype(v, x86_bytes_t)
 
 /* For each byte of the indices, the byte of a table of 128, given in halves, that its low seven bits choose. */

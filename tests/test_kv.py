@@ -182,9 +182,8 @@ def test_outputs_of_all_sizes(sized, format):
     """Large outputs are stored in another way, unless a slice begins in the middle of a cache line."""
     dev, x = sized, rows_of_pairs()
     check(dev, Case(x, format, "per_head", out_dtype="bfloat16"), "row")
-    check(
-        dev, Case(np.tile(x, (64, 1)), format, "per_head", out_dtype="bfloat16"), "row"
-    )  # each row is met again by its work-item
+    repeated = np.tile(x, (64, 1))  # each row is met again by its work-item
+    check(dev, Case(repeated, format, "per_head", out_dtype="bfloat16"), "row")
     codes, scales, _ = reference.quantize(x, format)
     store = cla.zeros(dev.queue, 32 + x.size, np.uint8).view(codes.dtype)
     out = pq.Quantized(format, "per_head", None, x.shape, store[32:].reshape(x.shape), cla.empty(dev.queue, len(x), np.float32))
