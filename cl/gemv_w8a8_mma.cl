@@ -62,6 +62,9 @@
 #ifndef STAGES
 #define STAGES 2
 #endif
+#if WG != 32 * WARPS_K * WARPS_N * WARPS_M
+#error "WG: 32 WARPS_K WARPS_N WARPS_M is required"
+#endif
 #define PARTS 4 /* of K */
 #define SPLITS (PARTS / WARPS_K)
 #define TEAM (32 * WARPS_N * WARPS_M)

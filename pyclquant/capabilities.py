@@ -75,6 +75,12 @@ class Capabilities:
         return self.is_cpu and native != 1
 
     @property
+    def local_memory(self) -> int:
+        """Bytes of local memory that a kernel may have: as probed, else as reported; 0 when unknown."""
+        probed = self.works.get("local_memory")
+        return int(probed.value or 0) if probed and probed.ok else int(self.reported.get("local_mem_size") or 0)
+
+    @property
     def max_work_group_size(self) -> int:
         """Largest work-group taken in any dimension 0 launch, 256 at the most, 1 when unknown.
 

@@ -46,7 +46,7 @@ from pyclquant.floor import MEGABYTE, PIECE, Floors, candidates
 from pyclquant.formats import FLOAT_DTYPES, FORMATS
 from pyclquant.program import Launch, Programs, build
 from pyclquant.testing import mismatch, product_mismatch
-from pyclquant.variants import ACT, GEMV, KV, Blocks, Product, Variant, register_rows, tile_rows
+from pyclquant.variants import ACT, GEMV, KV, Blocks, Product, Variant, mma_size, register_rows, tile_rows
 
 Values = Mapping[str, int]
 """Parameter -> value."""
@@ -277,8 +277,10 @@ def tasks(dev: Device, choice: Choice) -> Iterable[tuple[str, Callable[[], Task]
             elif size == tuned.ANY:
                 continue
             else:
-                layout, rows = size.split()
+                layout, rows = size.split()[:2]
                 if wanted is not None and int(rows) not in wanted:
+                    continue
+                if variant == "mma" and size != mma_size(dev.capabilities, Product(int(rows), n, k, layout), int(rows)):
                     continue
                 make = partial(gemv_task, dev, kernel, size, int(rows), partial(weights, layout))
             yield f"{kernel} {size}", make

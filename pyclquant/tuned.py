@@ -82,16 +82,19 @@ PARAMETERS: dict[str, dict[str, Parameter]] = {
 """op/variant -> parameters, all of which an entry of `default` has."""
 
 LAYOUTS = ("per_row", "block_128")
+MANY = "many"
+"""Ends the size class of a weight of many rows, which falls back on the class without it; see `variants.mma_size`."""
+MANY_OR_NOT = ("", f" {MANY}")
 SIZES: dict[str, tuple[str, ...]] = {
     "kv_quantize": ("int4",),
     "kv_dequantize": ("int4",),
     "act_quant": ("block_128",),
-    "gemv/mma": tuple(f"{layout} {rows}" for layout in LAYOUTS for rows in (8, 16, 32, 64, 128)),
+    "gemv/mma": tuple(f"{layout} {rows}{many}" for layout in LAYOUTS for rows in (8, 16, 32, 64, 128) for many in MANY_OR_NOT),
     "gemv/vector": tuple(f"{layout} {rows}" for layout in LAYOUTS for rows in (1, 2, 4, 8)),
     "gemv/row_bf16": tuple(f"{layout} {rows}" for layout in LAYOUTS for rows in (1, 2, 4)),
     "gemv/row": tuple(f"{layout} {rows}" for layout in LAYOUTS for rows in (1, 2, 4, 8)),
 }
-"""op, or op/variant -> size classes beside `*`: two codes a byte; tiles of 128; scale layout and TILE_M."""
+"""op, or op/variant -> size classes beside `*`: two codes a byte; tiles of 128; scale layout, TILE_M and MANY."""
 
 
 def sizes(kernel: str) -> tuple[str, ...]:
@@ -245,13 +248,14 @@ class Tuned:
 
 def find(caps: Capabilities, kernel: str, size: str = ANY) -> Tuned:
     """The parameters of an op/variant for a device and a size class."""
+    classes = dict.fromkeys((size, size.removesuffix(f" {MANY}"), ANY))
     stack = (*caps.tuned, *layers(shipped(), caps.reported, SHIPPED.name))
     values: dict[str, int] = {}
     used: set[str] = set()
     for name in PARAMETERS[kernel]:
         for source, entries in stack:
             by_size = entries.get(kernel, {})
-            found = [by_size[s][name] for s in (size, ANY) if name in by_size.get(s, {})]
+            found = [by_size[s][name] for s in classes if name in by_size.get(s, {})]
             if found:
                 values[name] = found[0]
                 used.add(source)

@@ -382,6 +382,16 @@ def gemv_size(p: Product, tile_m: int) -> str:
     return f"{p.scale_layout} {tile_m}"
 
 
+MANY_ROWS = 48
+"""Rows of weights for each compute unit, from which on groups of 32 keep the units about equally busy."""
+
+
+def mma_size(caps: Capabilities, p: Product, tile_m: int) -> str:
+    """The size class of a GEMV by matrix units."""
+    many = p.n >= MANY_ROWS * int(caps.reported.get("max_compute_units") or 1)
+    return f"{gemv_size(p, tile_m)} {tuned.MANY}" if many else gemv_size(p, tile_m)
+
+
 def plan_gemv_base(caps: Capabilities, p: Product) -> Plan:
     """Word by word, a work-group for each row of weights."""
     wg = work_group(caps, 64)
@@ -438,9 +448,9 @@ def plan_gemv_mma(caps: Capabilities, p: Product) -> Plan:
     local memory with activations: there the parts are work-groups, and each tile of activations is loaded by fewer.
     """
     tile_m = tile_rows(p.rows)
-    how = tuned.find(caps, "gemv/mma", gemv_size(p, tile_m))
+    how = tuned.find(caps, "gemv/mma", mma_size(caps, p, tile_m))
     warps_k, warps_n, warps_m = how["warps_k"], how["warps_n"], min(how["warps_m"], tile_m // 8)
-    memory = int(caps.reported.get("local_mem_size") or 0)
+    memory = caps.local_memory
     while True:
         wg = 32 * warps_k * warps_n * warps_m
         tile_n = 16 * how["tiles_n"] * warps_n
@@ -470,7 +480,7 @@ def unsupported_gemv_vector(caps: Capabilities, p: Product) -> str | None:
         return f"weights at multiples of {p.align} bytes, 16 are needed"
     if caps.max_work_group_size < 64:
         return f"work-groups of {caps.max_work_group_size}, 64 are needed"
-    memory = int(caps.reported.get("local_mem_size") or 0)
+    memory = caps.local_memory
     needed = 16 * register_rows(8) * 32 * 4
     if memory < needed:
         return f"{memory} bytes of local memory, {needed} are needed"
@@ -490,7 +500,7 @@ def unsupported_gemv_mma(caps: Capabilities, p: Product) -> str | None:
         return f"weights at multiples of {p.align} bytes, 16 are needed"
     if caps.max_work_group_size < 32:
         return f"work-groups of {caps.max_work_group_size}, 32 are needed"
-    memory = int(caps.reported.get("local_mem_size") or 0)
+    memory = caps.local_memory
     needed = 2 * 128 * (32 + TILES[-1])
     if memory < needed:
         return f"{memory} bytes of local memory, {needed} are needed"

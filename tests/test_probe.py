@@ -8,12 +8,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyopencl as cl
 import pytest
 from conftest import TABLES
 
 from pyclquant import BuildError, icd, probe, program, quirks
-from pyclquant.capabilities import Verdict
+from pyclquant.capabilities import Capabilities, Verdict
 from pyclquant.device import capabilities, discover, report, verdict_key
 from pyclquant.variants import ACT, GEMV, KV
 
@@ -117,6 +118,40 @@ def test_a_wrong_decoding_to_bfloat16_is_seen(dev, right, wrong, monkeypatch):
     assert probe.x86_bf16(bench).value == dev.capabilities.works["x86_bf16"].value
     monkeypatch.setattr(program, "source", lambda file: text.replace(right, wrong))
     assert probe.x86_bf16(bench).reason.startswith("decoded: expected")
+
+
+class LocalMemory:
+    """A device whose kernels get so many bytes, and one that fails beyond."""
+
+    def __init__(self, vendor, reported, limit):
+        self.caps = Capabilities({"vendor": vendor, "local_mem_size": reported}, {})
+        self.limit = limit
+        self.asked = []
+
+    def run(self, name, inputs, outputs, macros):
+        size = 4 * macros["WORDS"]
+        self.asked.append(size)
+        if size > self.limit:
+            raise BuildError(f"{size} bytes are too many")
+        values = (np.arange(size // 4, dtype=np.uint64) * 2654435761 & 0xFFFFFFFF).astype(np.uint32)
+        return [np.array([np.bitwise_xor.reduce(values[31 - lid :: 32]) for lid in range(32)] * 2, np.uint32)]
+
+
+@pytest.mark.parametrize(
+    ("vendor", "reported", "limit", "asked", "value"),
+    [
+        ("NVIDIA Corporation", 49152, 227 << 10, [224 << 10], 224 << 10),
+        ("NVIDIA Corporation", 49152, 163 << 10, [224 << 10, 160 << 10], 160 << 10),
+        ("NVIDIA Corporation", 49152, 49152, [224 << 10, 160 << 10, 96 << 10, 49152], 49152),
+        ("another", 65536, 1 << 20, [65536], 65536),
+        ("another", 65536, 20000, [65536, 32768, 16384], 16384),
+        ("another", 32768, 1000, [1 << n for n in range(15, 9, -1)], None),
+    ],
+)
+def test_local_memory_beyond_what_is_reported_is_asked_of_nvidia_alone(vendor, reported, limit, asked, value):
+    device = LocalMemory(vendor, reported, limit)
+    verdict = probe.local_memory(device)
+    assert (device.asked, verdict.value, verdict.ok) == (asked, value, value is not None)
 
 
 def test_the_report_of_a_device_has_the_keys_of_the_collected_ones(dev):

@@ -374,6 +374,31 @@ def test_arithmetic_is_what_works_and_is_fast():
     assert of(fma=False, fma_speed=True, denormals=True, half_convert=True) == (0, 1, 1)
 
 
+def test_local_memory_is_what_the_probe_found():
+    caps = caps_with()
+    assert caps.local_memory == 49152
+    found = {Verdict(True, "more", 98304): 98304, Verdict(True, "less", 4096): 4096, Verdict(False, "none"): 49152}
+    for verdict, size in found.items():
+        assert replace(caps, works={**caps.works, "local_memory": verdict}).local_memory == size
+    assert replace(caps, reported={**caps.reported, "local_mem_size": None}).local_memory == 0
+
+
+def test_weights_of_many_rows_take_larger_tiles_where_they_fit():
+    """H200: 132 compute units; 224 kB of local memory, of which the driver reports 48."""
+    extra = {"compute_capability": "9.0"}
+    caps = caps_with(nv_mma=True, local_memory=Verdict(True, "probed", 224 << 10))
+    caps = replace(caps, reported={**caps.reported, "vendor": "NVIDIA Corporation", "max_compute_units": 132, "extra": extra})
+
+    def tile(n, rows, caps=caps):
+        plan = select(GEMV, caps, Product(rows, n, 8192))
+        return plan.blocks_per_team, plan.macros["STAGES"]
+
+    assert (tile(48 * 132, 16), tile(48 * 132 - 1, 16)) == ((32, 4), (16, 3))
+    assert (tile(8192, 64), tile(5120, 64)) == ((64, 2), (64, 3))
+    small = replace(caps, works={**caps.works, "local_memory": Verdict(True, "probed", 49152)})
+    assert (tile(8192, 16, small), tile(5120, 16, small)) == ((32, 2), (16, 3))
+
+
 # ---- properties ----
 
 powers = st.sampled_from([1 << n for n in range(21)])
@@ -480,6 +505,8 @@ def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit,
     if limit is not None:
         caps = replace(caps, reported={**caps.reported, "max_work_group_size": limit})
     drawn = {"nv_mma": Verdict(units, "as drawn"), "x86_bf16": Verdict(units, "as drawn", value=1)}
+    if units:
+        drawn["local_memory"] = Verdict(True, "as drawn", value=224 << 10)
     caps = replace(caps, works={**caps.works, **drawn})
     if cannot(row, caps, product):
         return
@@ -501,7 +528,7 @@ def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit,
         assert product.rows <= tile_m
         assert (tile_m % (8 * warps_m), tile_n % (16 * warps_n)) == (0, 0)
         assert plan.macros["STAGES"] >= 2
-        assert 128 * warps_k * plan.macros["STAGES"] * (tile_n + tile_m) <= caps.reported["local_mem_size"]
+        assert 128 * warps_k * plan.macros["STAGES"] * (tile_n + tile_m) <= caps.local_memory
         return
     assert 16 % tile_n == 0
     assert 128 % (4 * plan.vec) == 0
@@ -510,7 +537,7 @@ def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit,
         assert plan.vec == 16 or plan.variant == "row"
         return
     assert tile_m <= plan.lanes  # lane m adds up row m
-    sums, memory = plan.wg // plan.lanes * (plan.lanes + 1), caps.reported["local_mem_size"] or 16384
+    sums, memory = plan.wg // plan.lanes * (plan.lanes + 1), caps.local_memory or 16384
     staged = plan.macros["BUFFERS"] * 4 * plan.lanes * plan.vec
     assert sums <= staged
     assert 4 * tile_m * staged <= memory

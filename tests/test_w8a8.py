@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 import pyclquant as pq
-from pyclquant import program, reference, w8a8
+from pyclquant import program, reference, variants, w8a8
 from pyclquant.capabilities import Verdict
 from pyclquant.formats import FLOAT_DTYPES, FORMATS
 from pyclquant.selftest import Projection, check_gemv, check_quantizers, guard_intact, guarded, matrix, sample
@@ -308,6 +308,18 @@ def test_a_row_alone_and_again(dev, gemv_variant, layout):
             assert mismatch(w8a8.gemv(dev, one, w, "float32", force=gemv_variant).get()[0], whole[row], f"row {row}") is None
     for _ in range(3):
         assert mismatch(w8a8.gemv(dev, acts, w, "float32", force=gemv_variant).get(), whole) is None
+
+
+@layouts
+def test_a_weight_of_many_rows_has_the_bits_of_one_of_few(dev, layout, monkeypatch):
+    """Larger tiles, more local memory: see `variants.mma_size`."""
+    w = Weight(dev, random_product(1, (384, 130), 1152, layout).segments)
+    for rows in (9, 32, 64, 128):
+        acts = w8a8.act_quant(dev, sample((rows, 1152), "bfloat16", rows), layout)
+        few = w8a8.gemv(dev, acts, w).get()
+        with monkeypatch.context() as changed:
+            changed.setattr(variants, "MANY_ROWS", 0)
+            assert mismatch(w8a8.gemv(pq.Device(dev.queue, dev.capabilities), acts, w).get(), few, f"{rows} rows") is None
 
 
 @pytest.mark.parametrize("k", [128, 256, 384, 1152, 2048 + 128])
