@@ -11,7 +11,7 @@
    a             [rows, k]  codes of the activations, packed
    a_scales      [rows], BLOCK_128: [rows, k / 128]
    w0 w1 w2      [rows of the segment, k]  codes of up to three weights, stacked: rows 0..n1, n1..n2, n2..n of the output;
-                 n1 = n2 = n for one, n2 = n for two
+                 n1 = n2 = n for one, n2 = n for two; those that are not there may be NULL
    s0 s1 s2      [rows of the segment], BLOCK_128: [ceil(rows of the segment / 128), k / 128]
    c             [rows, n] row pitch ldc  F32, BF16 or F16
    k is a multiple of 128; n1 and n2 - n1 of TILE_N, BLOCK_128: of 128.
@@ -118,16 +118,17 @@ void gemv_w8a8(__global const uchar *restrict a, ulong a_offset, __global const 
     const uint chunks = k / CHUNK;
     const uint start = ((uint)get_group_id(0) * (WG / LANES) + team) * TILE_N;
     const bool active = start < n;
-    const segment_t s = start < n1   ? segment(w0, w0_offset, s0, s0_offset, 0, n1)
-                        : start < n2 ? segment(w1, w1_offset, s1, s1_offset, n1, n2)
-                                     : segment(w2, w2_offset, s2, s2_offset, n2, n);
-    const uint row = active ? start - s.start : 0;
+    const uint first_row = min(start, n - 1);
+    const segment_t s = first_row < n1   ? segment(w0, w0_offset, s0, s0_offset, 0, n1)
+                        : first_row < n2 ? segment(w1, w1_offset, s1, s1_offset, n1, n2)
+                                         : segment(w2, w2_offset, s2, s2_offset, n2, n);
+    const uint row = first_row - s.start;
     a += a_offset;
     a_scales += a_scales_offset;
     __global const uchar *walk[TILE_N];
 #pragma unroll
     for (uint r = 0; r < TILE_N; r++)
-        walk[r] = s.codes + (size_t)(active ? min(row + r, s.rows - 1) : 0) * k;
+        walk[r] = s.codes + (size_t)min(row + r, s.rows - 1) * k;
 
     for (uint m0 = 0; m0 < rows; m0 += TILE_M) {
         float sum[TILE_N][TILE_M];

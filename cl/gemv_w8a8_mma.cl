@@ -13,7 +13,7 @@
    a             [rows, k]  codes of the activations, packed
    a_scales      [rows], BLOCK_128: [rows, k / 128]
    w0 w1 w2      [rows of the segment, k]  codes of up to three weights, stacked: rows 0..n1, n1..n2, n2..n of the output;
-                 n1 = n2 = n for one, n2 = n for two
+                 n1 = n2 = n for one, n2 = n for two; those that are not there may be NULL
    s0 s1 s2      [rows of the segment], BLOCK_128: [ceil(rows of the segment / 128), k / 128]
    c             [rows, n] row pitch ldc  F32, BF16 or F16; the launch writes columns begin..end, begin a multiple of 128
    partials      [tiles, 4, TILE_N * TILE_M / 4]  overwritten; WARPS_K = 4: unused

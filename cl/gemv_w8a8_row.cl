@@ -14,7 +14,7 @@
                  bfloat16; rows beyond the last are 0
    a_scales      [rows], BLOCK_128: [rows, k / 128]
    w0 w1 w2      [rows of the segment, k]  codes of up to three weights, stacked: rows 0..n1, n1..n2, n2..n of the output;
-                 n1 = n2 = n for one, n2 = n for two
+                 n1 = n2 = n for one, n2 = n for two; those that are not there may be NULL
    s0 s1 s2      [rows of the segment], BLOCK_128: [ceil(rows of the segment / 128), k / 128]
    c             [rows, n] row pitch ldc  F32, BF16 or F16
    k is a multiple of 128; n1 and n2 - n1 of TILE_N, BLOCK_128: of 128.
