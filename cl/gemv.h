@@ -75,12 +75,16 @@ static vfloat weights(vuint words, uint j)
 }
 #endif
 
-/* The values of activation codes, times ACTIVATION_FACTOR; NaN stays NaN. */
+/* The values of activation codes, times ACTIVATION_FACTOR.  With a NaN among its four codes a word is all NaN: so is every sum. */
 static vfloat activations(vuint words, uint j)
 {
-    const vuint b = words >> (8 * j);
-    const vuint magnitude = as_v(uint)(small_float_decode(b & 0x7fu, 4, 3) * ACTIVATION_FACTOR);
-    return as_v(float)(((b & 0x7fu) == 0x7fu ? (vuint)(0x7fc00000u) : magnitude) | ((b & 0x80u) << 24));
+    const vuint nan = ((words & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+    const vfloat factor = nan != 0u ? (vfloat)(NAN) : (vfloat)(ACTIVATION_FACTOR);
+#if DENORMALS
+    return weights(words, j) * 0x1p120f * factor;
+#else
+    return weights(words, j) * factor;
+#endif
 }
 
 /* ---- output ---- */

@@ -69,7 +69,7 @@ SPACES: dict[str, Space] = {
     "act_quant/row": {"items": (1, 4, 16, 64), "most_held": (0, 16)},
     "act_quant/base": BASE,
     "gemv/mma": {"warps_k": (1, 4), "warps_n": (1, 2, 4), "warps_m": (1, 2, 4), "tiles_n": (1, 2), "stages": (2, 3, 4, 6)},
-    "gemv/vector": {"wg": (64, 128, 256), "tile_n": (1, 2, 4, 8)},
+    "gemv/vector": {"wg": (64, 128, 256), "tile_n": (1, 2, 4, 8), "spans": (1, 2, 4, 8), "spread": (1, 4)},
     **{f"gemv/{variant}": GEMV_ROW for variant in ("row", "row_bf16")},
 }
 """op/variant -> parameter -> values that are tried, beside the present one. Parameters that are missing stay as they are."""

@@ -76,7 +76,12 @@ PARAMETERS: dict[str, dict[str, Parameter]] = {
         "tiles_n": Parameter("times 16 rows of weights of a warp", (1, 2)),
         "stages": Parameter("chunks of a team in local memory, fewer where they do not fit", range(2, 9)),
     },
-    "gemv/vector": {"wg": Parameter(WG.meaning, (32, 64, 128, 256)), "tile_n": TILE_N},
+    "gemv/vector": {
+        "wg": Parameter(WG.meaning, (32, 64, 128, 256)),
+        "tile_n": TILE_N,
+        "spans": Parameter("times 512 columns whose activations are decoded at once, fewer where they do not fit", (1, 2, 4, 8)),
+        "spread": Parameter("teams that share their sub-groups", (1, 2, 4)),
+    },
     **{f"gemv/{variant}": {"tile_n": TILE_N, "item_bytes": ITEM_BYTES, "items": ITEMS} for variant in ("row_bf16", "row")},
 }
 """op/variant -> parameters, all of which an entry of `default` has."""

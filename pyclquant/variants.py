@@ -69,9 +69,11 @@ class Plan:
     def halved(self) -> Plan:
         """With half the work-group, for a built kernel that takes no more; teams shrink only when they must."""
         wg = self.wg // 2
-        if self.lanes <= wg:
-            return replace(self, wg=wg)
-        return replace(self, wg=wg, lanes=wg, macros={**self.macros, "CHUNKS": 0})
+        lanes = min(self.lanes, wg)
+        fewer: Macros = {"CHUNKS": 0} if lanes < self.lanes else {}
+        if "SPREAD" in self.macros:
+            fewer["SPREAD"] = min(int(self.macros["SPREAD"]), wg // lanes)
+        return replace(self, wg=wg, lanes=lanes, macros={**self.macros, **fewer})
 
     def global_size(self, blocks: int) -> int:
         """Work-items that serve `blocks` blocks."""
@@ -407,10 +409,13 @@ def plan_gemv_vector(caps: Capabilities, p: Product) -> Plan:
     """
     tile_m = register_rows(p.rows)
     how = tuned.find(caps, "gemv/vector", gemv_size(p, tile_m))
-    buffers = 2 if int(caps.reported.get("local_mem_size") or 0) >= 2 * 16 * tile_m * 32 * 4 else 1
-    tiles: Macros = {"TILE_M": tile_m, "TILE_N": how["tile_n"], "BUFFERS": buffers}
+    room = caps.local_memory // (16 * tile_m * 32 * 4)  # spans of activations
+    spans = max(1, min(how["spans"], room // 2))
+    wg = work_group(caps, how["wg"])
+    tiles: Macros = {"TILE_M": tile_m, "TILE_N": how["tile_n"], "SPANS": spans, "SPREAD": min(how["spread"], wg // 32)}
+    tiles["BUFFERS"] = min(2, max(1, room // spans))
     macros: Macros = {"ALIGNED": 1, **tiles, **arithmetic(caps)}
-    return Plan("vector", 4, 32, work_group(caps, how["wg"]), how["tile_n"], macros, (), how.source)
+    return Plan("vector", 4, 32, wg, how["tile_n"], macros, (), how.source)
 
 
 def walk_tiles(caps: Capabilities, p: Product, variant: str, vec: int, macros: Macros) -> Plan:

@@ -94,16 +94,18 @@ def test_spaces_hold_only_what_kernels_take():
 
 
 def test_quick_tries_the_neighbours_of_each_parameter_alone():
-    present = {"wg": 128, "tile_n": 8}
+    present = {"wg": 128, "tile_n": 8, "spans": 1, "spread": 4}
     assert tune.around("gemv/vector", present) == [
         present,
-        {"wg": 64, "tile_n": 8},
-        {"wg": 256, "tile_n": 8},
-        {"wg": 128, "tile_n": 4},
+        present | {"wg": 64},
+        present | {"wg": 256},
+        present | {"tile_n": 4},
+        present | {"spans": 2},
+        present | {"spread": 1},
     ]
-    odd = tune.settings("gemv/vector", {"wg": 128, "tile_n": 16})
-    assert odd[0] == {"wg": 128, "tile_n": 16}
-    assert len(odd) == len({tuple(values.values()) for values in odd}) == 3 * 5
+    odd = tune.settings("gemv/vector", present | {"tile_n": 16})
+    assert odd[0] == present | {"tile_n": 16}
+    assert len(odd) == len({tuple(values.values()) for values in odd}) == 3 * 5 * 4 * 2
     changes = [sum(values[name] != odd[0][name] for name in odd[0]) for values in odd]
     assert changes == sorted(changes)
 

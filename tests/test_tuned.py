@@ -64,16 +64,17 @@ def test_the_more_specific_level_wins_and_each_parameter_falls_back_by_itself():
     levels = {
         "device": {"NVIDIA GeForce RTX 2080 Ti": entry(tile_n=1), "another": entry(tile_n=16, wg=32)},
         "architecture": {"sm_75": entry(tile_n=2, wg=64), "sm_90": entry(tile_n=16, wg=32)},
-        "vendor": {"nvidia": entry(tile_n=8, wg=128)},
+        "vendor": {"nvidia": entry(tile_n=8, wg=128, spans=1, spread=1)},
     }
     want = [(1, 64), (2, 64), (8, 128), (4, 256)]  # the last is ours
+    ours = tuned.shipped()["default"]["gemv/vector"]["*"]
     for n, (tile_n, wg) in enumerate(want):
         content = {level: levels[level] for level in tuned.LEVELS[n:-1]}
         found = tuned.find(caps_of("nvidia-rtx2080ti", content, compute_capability="7.5"), "gemv/vector")
-        assert found.values == {"tile_n": tile_n, "wg": wg}
+        assert found.values == ours | {"tile_n": tile_n, "wg": wg}
     assert found.source == "tuned.json: default"
     both = tuned.find(caps_of("nvidia-rtx2080ti", {"vendor": levels["vendor"]}, {"default": entry(wg=32)}), "gemv/vector")
-    assert (both.values, both.source) == ({"tile_n": 8, "wg": 128}, "own.json: vendor nvidia")
+    assert (both.values, both.source) == (ours | {"tile_n": 8, "wg": 128}, "own.json: vendor nvidia")
 
 
 def test_a_size_class_wins_over_any_size_of_its_level_alone():

@@ -374,6 +374,13 @@ def test_arithmetic_is_what_works_and_is_fast():
     assert of(fma=False, fma_speed=True, denormals=True, half_convert=True) == (0, 1, 1)
 
 
+def test_half_a_work_group_keeps_what_the_kernels_ask():
+    whole = Plan("vector", 4, 32, 256, 2, {"SPREAD": 4})
+    plans = [whole := whole.halved() for _ in range(4)]
+    assert [(p.wg, p.lanes, p.macros["SPREAD"]) for p in plans] == [(128, 32, 4), (64, 32, 2), (32, 32, 1), (16, 16, 1)]
+    assert Plan("base", 1, 64, 64, 1, {"CHUNKS": 3}).halved() == Plan("base", 1, 32, 32, 1, {"CHUNKS": 0})
+
+
 def test_local_memory_is_what_the_probe_found():
     caps = caps_with()
     assert caps.local_memory == 49152
@@ -538,7 +545,9 @@ def test_every_gemv_plan_keeps_what_the_kernels_ask_of_their_macros(name, limit,
         return
     assert tile_m <= plan.lanes  # lane m adds up row m
     sums, memory = plan.wg // plan.lanes * (plan.lanes + 1), caps.local_memory or 16384
-    staged = plan.macros["BUFFERS"] * 4 * plan.lanes * plan.vec
+    spans, spread = plan.macros.get("SPANS", 1), plan.macros.get("SPREAD", 1)
+    assert plan.lanes % spread == plan.wg % (plan.lanes * spread) == 0
+    staged = plan.macros["BUFFERS"] * spans * 4 * plan.lanes * plan.vec
     assert sums <= staged
     assert 4 * tile_m * staged <= memory
     if plan.macros["ALIGNED"]:

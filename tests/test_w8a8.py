@@ -21,6 +21,7 @@ from pyclquant.capabilities import Verdict
 from pyclquant.formats import FLOAT_DTYPES, FORMATS
 from pyclquant.selftest import Projection, check_gemv, check_quantizers, guard_intact, guarded, matrix, sample
 from pyclquant.testing import cosine, mismatch, product_mismatch, relative_rms
+from pyclquant.tuned import ANY
 from pyclquant.variants import GEMV, Plan, Product, cannot, never
 from pyclquant.w8a8 import Activations, Scratch, Segment, Weight
 
@@ -308,6 +309,21 @@ def test_a_row_alone_and_again(dev, gemv_variant, layout):
             assert mismatch(w8a8.gemv(dev, one, w, "float32", force=gemv_variant).get()[0], whole[row], f"row {row}") is None
     for _ in range(3):
         assert mismatch(w8a8.gemv(dev, acts, w, "float32", force=gemv_variant).get(), whole) is None
+
+
+@pytest.mark.parametrize("k", [pytest.param(384, marks=pytest.mark.oclgrind), 4608 + 128])
+@layouts
+def test_launch_parameters_change_no_bit(dev, layout, k):
+    """Of `vector`, which every device runs: columns that end within a stage, teams that stand apart, rows beyond the last."""
+    p = random_product(3, (128, 23), k, layout)
+    w, acts = Weight(dev, p.segments), p.activations(dev)
+    want = w8a8.gemv(dev, acts, w, "float32", force="vector").get()
+    p.accepts(want)
+    for spans, spread, wg, tile_n in ((1, 2, 64, 4), (2, 4, 128, 2), (8, 1, 64, 1), (8, 4, 256, 4)):
+        values = {"spans": spans, "spread": spread, "wg": wg, "tile_n": tile_n}
+        caps = replace(dev.capabilities, tuned=(("test", {"gemv/vector": {ANY: values}}),))
+        got = w8a8.gemv(pq.Device(dev.queue, caps), acts, w, "float32", force="vector").get()
+        assert mismatch(got, want, f"{values}") is None
 
 
 @layouts
