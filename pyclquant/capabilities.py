@@ -137,5 +137,6 @@ class Capabilities:
         works["shuffle_nv"] = expect(nvidia, f"vendor {reported.get('vendor')}", 32)
         for feature in ("nv_convert", "nv_mma"):
             works[feature] = expect(False, "not probed: needs an NVIDIA device of sm_89 or later")
-        works["x86_bf16"] = expect(False, "not probed: needs an x86 CPU with AVX512_BF16 and AVX512_VBMI")
+        for feature in ("x86_bf16", "x86_look_up"):
+            works[feature] = expect(False, "not probed: needs an x86 CPU with AVX512_BF16 and AVX512_VBMI")
         return Capabilities(reported, works)

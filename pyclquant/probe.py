@@ -479,6 +479,16 @@ def kv_known_answer(variant: str) -> Feature:
     return feature
 
 
+def x86_look_up(b: Bench) -> Verdict:
+    """Whether FP8 codes that a CPU looks up equal the reference."""
+    from pyclquant.selftest import cases_past_the_caches, known_answers
+
+    if reason := b.caps.missing("x86_bf16"):
+        return Verdict(False, reason)
+    asked = replace(b.caps, works={**b.caps.works, "x86_look_up": Verdict(True, "asked")})
+    return verdict(known_answers(b.queue, asked, "row", cases_past_the_caches()), "codes of large tensors equal the reference")
+
+
 def w8a8_known_answer(op: str, variant: str) -> Feature:
     """Whether a variant of the W8A8 quantizers equals the reference, or one of the GEMV is within its bounds."""
 
@@ -520,6 +530,7 @@ FEATURES: dict[str, Feature] = {
     "nv_convert": nv_convert,
     "nv_mma": nv_mma,
     "x86_bf16": x86_bf16,
+    "x86_look_up": x86_look_up,
     **{f"kv_{v}": kv_known_answer(v) for v in ("vector_shuffle", "vector", "row", "base")},
     **{f"act_{v}": w8a8_known_answer("act_quant", v) for v in ("vector", "row", "base")},
     **{f"gemv_{v}": w8a8_known_answer("gemv", v) for v in ("mma", "vector", "row_bf16", "row", "base")},

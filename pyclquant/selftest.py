@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -19,7 +19,7 @@ from pyclquant.device import Device
 from pyclquant.errors import PyclquantError, UnsupportedDeviceError
 from pyclquant.formats import FLOAT_DTYPES, FORMATS, GRANULARITIES
 from pyclquant.testing import mismatch, product_mismatch
-from pyclquant.variants import ACT, GEMV, KV, Blocks
+from pyclquant.variants import ACT, CACHED_BYTES, GEMV, KV, Blocks
 
 Array = np.ndarray[Any, Any]
 LIMITS = {"float32": (3.4e38, 2.0**-149), "bfloat16": (3.38e38, 2.0**-133), "float16": (65504.0, 2.0**-24)}
@@ -155,11 +155,18 @@ def describe(case: Case) -> str:
     return f"{case.format} {case.granularity}{group} of {case.x.dtype} {case.x.shape}, {case.scale_dtype} scales"
 
 
-def known_answers(queue: cl.CommandQueue, caps: Capabilities, variant: str) -> str | None:
-    """The quick cases of `kv` with one variant: None, or why it cannot run, or what went wrong first."""
+def cases_past_the_caches() -> Iterator[Case]:
+    """Tensors so large that a CPU looks their codes up, where it can: see `variants.plan_kv_row`."""
+    x = np.tile(sample((1024, 1, 128), "bfloat16", 4), (CACHED_BYTES // (3 * 128 * 1024) + 1, 1, 1))
+    for format in ("fp8_e4m3fn", "fp8_e5m2"):
+        yield Case(x, format, "per_head", out_dtype="bfloat16")
+
+
+def known_answers(queue: cl.CommandQueue, caps: Capabilities, variant: str, cases: Iterable[Case] | None = None) -> str | None:
+    """The quick cases of `kv`, or others, with one variant: None, or why it cannot run, or what went wrong first."""
     row = next(v for v in KV if v.name == variant)
     dev = Device(queue, caps)
-    for case in quick_cases():
+    for case in cases or quick_cases():
         reason = row.unsupported(caps, Blocks(case.x.shape[-1], case.x.shape[-1], len(case.x), case.x.dtype.itemsize))
         wrong = reason or check_case(dev, case, variant)
         if wrong:

@@ -253,7 +253,7 @@ def plan_kv_row(caps: Capabilities, blocks: Blocks) -> Plan:
         return plan
     nbytes = blocks.blocks * blocks.block * (blocks.itemsize + 1)
     streams = nbytes > CACHED_BYTES and blocks.align % 64 == 0
-    looks_up = nbytes > CACHED_BYTES and not blocks.restore and caps.ok("x86_bf16")
+    looks_up = nbytes > CACHED_BYTES and not blocks.restore and caps.ok("x86_look_up")
     spelling = {"X86_BF16": caps.works["x86_bf16"].value or 0} if looks_up else {}
     return replace(plan, macros={**plan.macros, "PAIRS": 4 * number, "STREAM": int(streams), **spelling})
 

@@ -120,6 +120,16 @@ def test_a_wrong_decoding_to_bfloat16_is_seen(dev, right, wrong, monkeypatch):
     assert probe.x86_bf16(bench).reason.startswith("decoded: expected")
 
 
+def test_a_wrong_look_up_is_seen(dev, monkeypatch):
+    if reason := dev.capabilities.missing("x86_bf16"):
+        pytest.skip(reason)
+    bench = probe.Bench(dev.queue.device, dev.capabilities)
+    assert probe.x86_look_up(bench).ok
+    text = program.source
+    monkeypatch.setattr(program, "source", lambda file: text(file).replace("odd * 0x01010101u", "odd * 0x01010102u"))
+    assert "expected" in probe.x86_look_up(bench).reason
+
+
 class LocalMemory:
     """A device whose kernels get so many bytes, and one that fails beyond."""
 

@@ -179,12 +179,14 @@ def test_rows_of_pairs_where_they_fit_and_past_the_caches_where_they_are_large()
     assert taken(caps, dim=64, block=64) == (4, 0)
     for changes in ({"itemsize": 4}, {"codes_per_byte": 2}, {"block": 64}, {"dim": 96, "block": 96}, {"dim": 320, "block": 320}):
         assert taken(caps, **changes) == (None, None)
-    x86 = caps_with("cpu", fma=True, fma_speed=True, denormals=True, divide=True, x86_bf16=Verdict(True, "ok", value=2))
+    fine = {"fma": True, "fma_speed": True, "denormals": True, "divide": True, "x86_bf16": Verdict(True, "ok", value=2)}
+    x86 = caps_with("cpu", **fine, x86_look_up=True)
 
-    def spelling(**changes):
-        return select(KV, x86, replace(USUAL, **changes), force="row").macros.get("X86_BF16")
+    def spelling(caps=x86, **changes):
+        return select(KV, caps, replace(USUAL, **changes), force="row").macros.get("X86_BF16")
 
     assert spelling(blocks=large) == 2
+    assert spelling(caps_with("cpu", **fine, x86_look_up=False), blocks=large) is None
     assert spelling() is spelling(blocks=large, restore=True) is spelling(blocks=large, itemsize=4) is None
     for feature in ("fma", "fma_speed", "denormals", "vector8"):
         lacking = {"fma": True, "fma_speed": True, "denormals": True, "divide": True, feature: False}
