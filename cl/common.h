@@ -20,7 +20,7 @@ Macros (all have defaults but WG and X_TYPE)
              DIVIDE_INT: neither; long division in integers, right everywhere
     FMA      1: multiply_add() is fma(), one rounding; 0: a product and a sum, where fma() is wrong or slow
     PAIRS    n: bfloat16 blocks of exactly VEC * n elements go two elements in a word; for K/V with LANES 1, VEC 8 or 16, n a
-             multiple of 4, where fma() is right and fast and float32 subnormals are kept; 0 (default)
+             multiple of 4 (INT4: 2), where fma() is right and fast and float32 subnormals are kept; 0 (default)
     STREAM   1: with PAIRS, outputs pass the caches by (clang's builtin); they begin at multiples of 64 bytes; 0 (default)
     HALF     1: the type `half` converts to and from float correctly; 0: integers do it
     SHUFFLE  0: teams reduce in local memory; else see vendor.h
@@ -294,6 +294,7 @@ static vx high_halves(wfloat low, wfloat high)
 #define store_pairs(p, what, type) (((__global packed_##type *)(p))->v = (what))
 #endif
 typedef struct __attribute__((packed)) { vuint v; } packed_vuint;
+typedef struct __attribute__((packed)) { vuchar v; } packed_vuchar;
 typedef packed_x_t packed_vx;
 #endif
 

@@ -182,7 +182,7 @@ static vuchar load_codes(__global const uchar *p)
 #endif
 }
 
-#if WALKS_PAIRS
+#if WALKS_PAIRS && !ASYMMETRIC
 /* ---- pairs ---- */
 
 /* Bits of bfloat16 are taken two in a word and stay there: half of the work is done on 16-bit integers, and nothing is

@@ -45,6 +45,41 @@ static vfloat restore(vuchar codes, float scale, float low)
 #endif
 }
 
+#if WALKS_PAIRS && ASYMMETRIC
+/* The bits of v, rounded to bfloat16, in the upper half; not for NaN. */
+static vuint rounded(vfloat v) { return as_v(uint)(v) + (0x7fffu + (as_v(uint)(v) >> 16 & 1u)); }
+
+/* The values of a block.  An element with an odd index is 16 times itself where it stands. */
+static void restore_pairs(__global x_t *y, __global const uchar *codes, float scale, float low)
+{
+#pragma unroll
+    for (uint k = 0; k < PAIRS * VEC; k += 2 * VEC) {
+        const vint bytes = convert_v(int)(((__global const packed_vuchar *)(codes + k / 2))->v);
+        const vfloat even = convert_v(float)(bytes & 15) * scale + low;
+        const vfloat odd = convert_v(float)(bytes & 240) * (scale * 0.0625f) + low;
+        store_pairs(y + k, (rounded(even) >> 16) | (rounded(odd) & 0xffff0000u), vuint);
+    }
+}
+
+/* Whether restore_pairs() is right. */
+static bool is_plain_block(__global const uchar *codes, float scale, float low)
+{
+    return (scale == 0.0f || scale >= 0x1p-100f) && scale < INFINITY && fabs(low) < INFINITY;
+}
+#elif WALKS_PAIRS
+static void restore_pairs(__global x_t *y, __global const uchar *codes, float scale, float low)
+{
+#pragma unroll
+    for (uint k = 0; k < PAIRS * VEC; k += VEC)
+        store_pairs(y + k, decode_pairs(load_codes(codes + k), scale), vx);
+}
+
+static bool is_plain_block(__global const uchar *codes, float scale, float low)
+{
+    return scale > 0x1p-60f && scale < PAIR_SCALE && !has_special(codes, PAIRS * VEC);
+}
+#endif
+
 __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
 void kv_dequantize(__global x_t *restrict y, ulong y_offset, __global const uchar *restrict codes, ulong codes_offset,
                    __global const scale_t *restrict scales, ulong scales_offset,
@@ -67,15 +102,13 @@ void kv_dequantize(__global x_t *restrict y, ulong y_offset, __global const ucha
         const float low = 0.0f;
 #endif
 #if WALKS_PAIRS
-        const size_t start = b * (PAIRS * VEC);
-        if (scale > 0x1p-60f && scale < PAIR_SCALE && !has_special(codes + start, PAIRS * VEC)) {
-#pragma unroll
+        __global x_t *to = y + b * (PAIRS * VEC);
+        __global const uchar *from = codes + b * (PAIRS * VEC / PACK);
+        if (is_plain_block(from, scale, low))
+            restore_pairs(to, from, scale, low);
+        else
             for (uint k = 0; k < PAIRS * VEC; k += VEC)
-                store_pairs(y + start + k, decode_pairs(load_codes(codes + start + k), scale), vx);
-        } else {
-            for (uint k = 0; k < PAIRS * VEC; k += VEC)
-                store_x(y + start + k, restore(load_codes(codes + start + k), scale, low), VEC);
-        }
+                store_x(to + k, restore(load_codes(from + k / PACK), scale, low), VEC);
 #elif CHUNKS
         const size_t start = b * block + lane * VEC;
         vuchar held[CHUNKS]; /* all loads are on their way before the first use */

@@ -30,7 +30,7 @@
    PAIRS STREAM  see common.h; taken for BF16, F32 scales and one scale a block
    X86_BF16  see vendor.h; taken with PAIRS: FP8 codes are looked up (VEC 16), worth it where a work-item takes hundreds of blocks,
              by a table of 16 kB of private memory;
-             INT8 elements are prefetched
+             INT8 and INT4 elements are prefetched
    X_TYPE WG VEC LANES ALIGNED DIVIDE HALF SHUFFLE SUBGROUP_SIZE CONVERT_NV  see common.h, vendor.h
 
 5. Needs
@@ -394,7 +394,7 @@ void kv_quantize(__global const x_t *restrict x, ulong x_offset, __global uchar 
     scales += scales_offset;
     mins += mins_offset;
 #if ROWS_OF_PAIRS
-    quantize_rows(x, codes, scales, first_block, min((size_t)blocks, first_block + blocks_per_team), dim, eps, scratch);
+    quantize_rows(x, codes, scales, mins, first_block, min((size_t)blocks, first_block + blocks_per_team), dim, eps, scratch);
 #elif LANES == 1
     /* A block is prepared before the one ahead of it is written: its reduction and the divisions for its
        scale are a long chain, which a CPU fills with the encoding.  (A GPU fills it with other work-items,

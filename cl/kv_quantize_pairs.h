@@ -7,6 +7,127 @@ Macros
     FORMAT PAIRS STREAM X86_BF16  see kv_quantize.cl, common.h, vendor.h
 */
 
+#if ASYMMETRIC
+/* Scales of VEC blocks, and what they are encoded with. */
+typedef struct { vfloat scale, min, divisor, inverse; vint plain; } scales_t;
+typedef struct __attribute__((packed)) { vfloat v; } packed_vfloat_t;
+
+/* A step of the search for the extremes of several blocks: of a's and b's numbers the larger one of each pair. */
+static vx larger_of_pairs(vx a, vx b)
+{
+    const V(short) even = as_v(short)((vx)(a.even, b.even)), odd = as_v(short)((vx)(a.odd, b.odd));
+    return as_v(ushort)(max(even, odd));
+}
+
+/* Candidates for the extremes of a block: in the lower half keys of large elements, in the upper one complements of those of small
+   ones.  A key is bits that order like the values, as signed integers: below zero a magnitude is complemented. */
+static vx block_keys(__global const x_t *from)
+{
+    V(short) hi = (V(short))((short)-32768), lo = (V(short))((short)32767);
+#pragma unroll
+    for (uint k = 0; k < PAIRS * VEC; k += VEC) {
+        const V(short) bits = as_v(short)(load_x(from + k, VEC));
+        const V(short) key = bits ^ (bits >> (short)15 & (short)0x7fff);
+        hi = max(hi, key);
+        lo = min(lo, key);
+    }
+    return as_v(ushort)((V(short))(max(hi.lo, hi.hi), ~min(lo.lo, lo.hi)));
+}
+
+/* Values of the keys in the upper halves of words; a subnormal is zero. */
+static vfloat key_values(vint keys)
+{
+    const vint bits = keys ^ (keys >> 31 & 0x7fff0000);
+    return as_v(float)((bits & 0x7f800000) == 0 ? (vint)(0) : bits);
+}
+
+/* As block_parameters().  found: what block_keys() gave for VEC blocks. */
+static scales_t block_scales(vx *found)
+{
+#pragma unroll
+    for (uint n = VEC / 2; n > 1; n /= 2)
+#pragma unroll
+        for (uint i = 0; i < n; i++)
+            found[i] = larger_of_pairs(found[2 * i], found[2 * i + 1]);
+    /* A block is now a word: its largest key below, the other one above. */
+    const vint words = as_v(int)((vuint)(as_words(found[0]), as_words(found[1])));
+    scales_t s;
+    const vfloat high = key_values(words << 16);
+    s.min = key_values(~words & (int)0xffff0000);
+    const vfloat range = high - s.min;
+    const vfloat quotient = divide_any(range, divisor(LARGEST));
+    const vint constant_block = range < (vfloat)(0x1p-100f);
+    s.plain = constant_block | (quotient > (vfloat)(0x1p-60f) & quotient < (vfloat)(0x1p60f)); /* NaN and Inf give neither */
+    s.scale = constant_block ? (vfloat)(0.0f) : quotient;
+    s.divisor = s.plain & ~constant_block ? quotient : (vfloat)(1.0f);
+    const vfloat y = 1.0f / s.divisor; /* as reciprocal(), which takes 1 or more */
+    const vfloat z = fma(fma(-s.divisor, y, (vfloat)(1.0f)), y, y);
+    s.inverse = fma(fma(-s.divisor, z, (vfloat)(1.0f)), z, z);
+    return s;
+}
+
+/* The code of each of (x - low) / scale in the low bits.  The residual makes the quotient right but for 2^-22 of its last bit: it
+   comes out wrong only that near to the middle between two floats.  Of those beside n + 0.5, where the code would be another one,
+   few scales have one so near, and for none of them it does: tests/test_kv.py tries all. */
+static vuint encode_differences(vfloat x, float low, float scale, float inverse)
+{
+    const vfloat v = x - low;
+    const vfloat q = v * inverse;
+    return as_v(uint)(fma(fma(-q, (vfloat)(scale), v), (vfloat)(inverse), q) + 0x1.8p23f);
+}
+
+/* Writes the codes of plain block i of VEC. */
+static void encode_block(__global const x_t *from, __global uchar *to, const scales_t *s, uint i)
+{
+    const float low = ((const float *)&s->min)[i], scale = ((const float *)&s->divisor)[i], inverse = ((const float *)&s->inverse)[i];
+#pragma unroll
+    for (uint k = 0; k < PAIRS * VEC; k += 2 * VEC) {
+        const vuint words = ((__global const packed_vuint *)(from + k))->v;
+        const vuint even = encode_differences(as_v(float)(words << 16), low, scale, inverse);
+        const vuint odd = encode_differences(as_v(float)(words & 0xffff0000u), low, scale, inverse);
+        store_pairs(to + k / 2, convert_v(uchar)(((odd << 4) + even) & 0xffu), vuchar);
+    }
+}
+
+/* Quantizes blocks first..end.  While a block is encoded, the extremes of the one VEC further on are sought: neither waits for the
+   other. */
+static void quantize_rows(__global const x_t *x, __global uchar *codes, __global scale_t *scales, __global scale_t *mins, size_t first,
+                          size_t end, ulong dim, float eps, __local TEAM_T *scratch)
+{
+    const uint block = PAIRS * VEC;
+    if (first >= end)
+        return;
+    vx found[VEC];
+    for (uint i = 0; i < VEC; i++)
+        found[i] = block_keys(x + min(first + i, end - 1) * block);
+    for (size_t b = first; b < end; b += VEC) {
+        const scales_t s = block_scales(found);
+        const bool all_plain = end - b >= VEC && all(s.plain);
+        if (all_plain) {
+            ((__global packed_vfloat_t *)(scales + b))->v = s.scale;
+            ((__global packed_vfloat_t *)(mins + b))->v = s.min;
+        }
+        for (uint i = 0; i < VEC && b + i < end; i++) {
+            __global const x_t *from = x + (b + i) * block;
+            found[i] = block_keys(x + min(b + VEC + i, end - 1) * block);
+#if X86_BF16
+#pragma unroll
+            for (uint k = 0; k < block; k += 2 * VEC)
+                x86_prefetch(from + 16384 + k);
+#endif
+            if (!all_plain && !((const int *)&s.plain)[i]) {
+                emit(prepare(b + i, x, 0, end, dim, block, 1, eps, 0, scratch), codes, scales, mins, 0);
+                continue;
+            }
+            if (!all_plain) {
+                scales[b + i] = ((const float *)&s.scale)[i];
+                mins[b + i] = ((const float *)&s.min)[i];
+            }
+            encode_block(from, codes + (b + i) * (block / 2), &s, i);
+        }
+    }
+}
+#else
 /* Writes the codes of a plain block, 4 * VEC at a time. */
 static void encode_block(__global const x_t *from, __global uchar *to, pair_divisor_t d)
 {
@@ -85,8 +206,8 @@ static __attribute__((noinline)) void fill_row(looked_up_t *row, ushort amax, pa
 }
 
 /* Quantizes blocks first..end.  A block that is not plain, or whose scale is eps, is left to the others' functions. */
-static void quantize_rows(__global const x_t *x, __global uchar *codes, __global scale_t *scales, size_t first, size_t end,
-                          ulong dim, float eps, __local TEAM_T *scratch)
+static void quantize_rows(__global const x_t *x, __global uchar *codes, __global scale_t *scales, __global scale_t *mins, size_t first,
+                          size_t end, ulong dim, float eps, __local TEAM_T *scratch)
 {
     const uint block = PAIRS * VEC;
     looked_up_t table[128];
@@ -167,8 +288,8 @@ static x_t block_amax(__global const x_t *from)
 
 /* Quantizes blocks first..end.  While a block is encoded, the largest magnitude of the one VEC further on is sought: neither waits
    for the other.  A block that is not plain, or whose scale is eps, is left to the others' functions. */
-static void quantize_rows(__global const x_t *x, __global uchar *codes, __global scale_t *scales, size_t first, size_t end,
-                          ulong dim, float eps, __local TEAM_T *scratch)
+static void quantize_rows(__global const x_t *x, __global uchar *codes, __global scale_t *scales, __global scale_t *mins, size_t first,
+                          size_t end, ulong dim, float eps, __local TEAM_T *scratch)
 {
     const uint block = PAIRS * VEC;
     vx amax = (vx)(0);
@@ -195,4 +316,5 @@ static void quantize_rows(__global const x_t *x, __global uchar *codes, __global
         }
     }
 }
+#endif
 #endif

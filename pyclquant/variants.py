@@ -247,15 +247,16 @@ def plan_kv_row(caps: Capabilities, blocks: Blocks) -> Plan:
     FP8 codes of large tensors are looked up where x86 can: X86_BF16 of `cl/kv_quantize.cl`.
     """
     plan = plan_row(caps, blocks)
-    number, rest = divmod(blocks.block, 4 * plan.vec)
-    fits = plan.vec >= 8 and blocks.itemsize == 2 and blocks.codes_per_byte == 1 and blocks.whole and rest == 0 and number <= 4
+    number, rest = divmod(blocks.block, plan.vec)
+    fits = plan.vec >= 8 and blocks.itemsize == 2 and blocks.whole and rest == 0 and number <= 16
+    fits = fits and number % (4 if blocks.codes_per_byte == 1 else 2) == 0
     if not fits or caps.missing("fma", "fma_speed", "denormals"):
         return plan
     nbytes = blocks.blocks * blocks.block * (blocks.itemsize + 1)
     streams = nbytes > CACHED_BYTES and blocks.align % 64 == 0
     looks_up = nbytes > CACHED_BYTES and not blocks.restore and caps.ok("x86_look_up")
     spelling = {"X86_BF16": caps.works["x86_bf16"].value or 0} if looks_up else {}
-    return replace(plan, macros={**plan.macros, "PAIRS": 4 * number, "STREAM": int(streams), **spelling})
+    return replace(plan, macros={**plan.macros, "PAIRS": number, "STREAM": int(streams), **spelling})
 
 
 def unsupported_base(caps: Capabilities, blocks: Blocks) -> str | None:

@@ -154,27 +154,72 @@ def rows_of_pairs():
 
 
 @pytest.mark.oclgrind
-@pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_rows_that_are_not_plain_among_others(dev, format):
-    for scale_dtype in ("float32", "float16"):
-        check(dev, Case(rows_of_pairs(), format, "per_head", scale_dtype=scale_dtype, out_dtype="bfloat16"), "row")
+    granularity, sizes = ("per_group", (128, 64, 32)) if format == "int4" else ("per_head", (None,))
+    for size in sizes:
+        for scale_dtype in ("float32", "float16"):
+            case = Case(rows_of_pairs(), format, granularity, size, scale_dtype=scale_dtype, out_dtype="bfloat16")
+            check(dev, case, "row")
     check(dev, Case(rows_of_pairs(), format, "per_group", 64, out_dtype="bfloat16"), "row")
 
 
+def test_every_quotient_of_int4_near_the_middle_between_two_codes(dev):
+    """Where encode_differences() might take another code: quotients that are n + 0.5, rounded, or just are not."""
+    missing = dev.capabilities.missing("fma", "denormals", "vector8")
+    if missing:
+        pytest.skip(missing)
+    source = """
+    __kernel __attribute__((reqd_work_group_size(WG, 1, 1)))
+    void probe_codes(__global const float *x, __global const float *scale, __global uint *codes)
+    {
+        const size_t i = get_global_id(0);
+        codes[i] = encode_differences((vfloat)(x[i]), 0.0f, scale[i], 1.0f / scale[i]).s0 & 15u;
+    }
+    """
+    from pyclquant.program import build_options
+    from pyclquant.program import source as text
+
+    x, scale = [], []
+    for n in range(15):
+        exponent = max(int(np.log2(n + 0.5)), 0)  # of the quotient
+        near = np.arange(1 << exponent, (2 << exponent) + 1) << (23 - exponent)  # significands of the scale with such quotients
+        for significand in (near[:, None] + np.arange(-64, 65)).ravel().clip(1 << 23, (1 << 24) - 1):
+            middle = (n + 0.5 + np.array([-1, 1]) * 2.0 ** (exponent - 24)) * significand
+            near_it = middle.astype(np.float32).view(np.int32)[:, None] + np.arange(-2, 3, dtype=np.int32)
+            x.append(near_it.ravel().view(np.float32))
+            scale.append(np.full(near_it.size, significand, np.float32))
+    x, scale = np.concatenate(x), np.concatenate(scale)
+    inputs = [cla.to_device(dev.queue, v).data for v in (x, scale)]
+    macros = {"FORMAT": "INT4", "X_TYPE": "BF16", "SCALE_TYPE": "F32", "PAIRS": 4, "VEC": 8, "WG": 1, "LANES": 1}
+    divides = "DIVIDE_NATIVE" if dev.capabilities.ok("divide") else "DIVIDE_FMA"
+    program = cl.Program(dev.context, text("kv_quantize.cl") + source).build(build_options({**macros, "DIVIDE": divides}))
+    codes = cla.empty(dev.queue, x.size, np.uint32)
+    program.probe_codes(dev.queue, (x.size,), (1,), *inputs, codes.data)
+    assert mismatch(codes.get(), np.rint(x / scale).astype(np.uint32)) is None
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_many_rows_of_all_magnitudes(dev, variant, format, dtype):
     """More rows than a work-item takes at once, each of another magnitude, the last ones too."""
     x = sample((2011, 128), "bfloat16", 12).astype(np.float64)
     x *= np.ldexp(1.0, np.random.default_rng(12).permutation(2011) % 241 - 120)[:, None]
     with np.errstate(over="ignore"):
         x = x.astype(dtype)
-    check(dev, Case(x, format, "per_head", out_dtype=dtype), variant)
-    codes = reference.quantize(sample(x.shape, "float32", 13), format)[0]
+    asymmetric = FORMATS[format].asymmetric
+    granularity, size = ("per_group", 128) if asymmetric else ("per_head", None)
+    check(dev, Case(x, format, granularity, size, out_dtype=dtype), variant)
+    codes = reference.quantize(sample(x.shape, "float32", 13), format, group_size=size)[0]
     scales = np.ldexp(1.3, np.arange(2011) % 241 - 120).astype(np.float32)
-    q = pq.Quantized(format, "per_head", None, x.shape, codes, scales)
+    mins = np.ldexp(-1.7, np.arange(2011) * 7 % 241 - 120).astype(np.float32) if asymmetric else None
+    if asymmetric:
+        scales[100:400:60] = mins[120:420:60] = (np.inf, np.nan, 0.0, -1.0, 2.0**-126)
+        scales, mins = scales[:, None], mins[:, None]
+    q = pq.Quantized(format, granularity, size, x.shape, codes, scales, mins)
     got = kv.dequantize(dev, q, dtype, force=variant).get()
-    assert mismatch(got, reference.dequantize(codes, scales, None, FORMATS[format], x.shape, dtype=dtype)) is None
+    want = reference.dequantize(codes, scales, mins, FORMATS[format], x.shape, group_size=size, dtype=dtype)
+    assert mismatch(got, want) is None
 
 
 @pytest.mark.parametrize("format", ["fp8_e4m3fn", "fp8_e5m2", "int8"])

@@ -177,7 +177,11 @@ def test_rows_of_pairs_where_they_fit_and_past_the_caches_where_they_are_large()
     assert taken(caps, blocks=large) == taken(caps, blocks=large, align=64) == (8, 1)
     assert taken(caps, blocks=large, align=32) == (8, 0)
     assert taken(caps, dim=64, block=64) == (4, 0)
-    for changes in ({"itemsize": 4}, {"codes_per_byte": 2}, {"block": 64}, {"dim": 96, "block": 96}, {"dim": 320, "block": 320}):
+    assert taken(caps, codes_per_byte=2) == (8, 0)
+    assert taken(caps, codes_per_byte=2, dim=32, block=32) == (2, 0)
+    for block in (32, 96, 320):
+        assert taken(caps, dim=block, block=block) == (None, None)
+    for changes in ({"itemsize": 4}, {"block": 64}):
         assert taken(caps, **changes) == (None, None)
     fine = {"fma": True, "fma_speed": True, "denormals": True, "divide": True, "x86_bf16": Verdict(True, "ok", value=2)}
     x86 = caps_with("cpu", **fine, x86_look_up=True)
